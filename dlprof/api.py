@@ -280,9 +280,9 @@ class Run:
 
     @cached_property
     def _figures(self) -> dict[str, Figure]:
-        from dlprof.report.figures import modules, parts, shapes
+        from dlprof.report.figures import modules, ranks, shapes
 
-        found = {"breakdown": parts.stack(self.result), "blame": parts.blame(self.result)}
+        found = {"breakdown": ranks.stack(self.result), "blame": ranks.blame(self.result)}
         found |= modules.specs(modules.shown(self.result))
         found |= {o.id: shapes.panel(o.evidence) for o in self.result.outcomes if o.evidence}
         for panel in self.result.panels:
@@ -325,7 +325,7 @@ class Run:
     def _of_call(self, name: str, other: Run | str | os.PathLike[str] | None) -> Figure:
         from dlprof.analysis.panels.host import queue_length
         from dlprof.report import formatting
-        from dlprof.report.figures import parts, shapes
+        from dlprof.report.figures import ranks, shapes
         from dlprof.result import Panel
 
         frame = self.compare(other) if name == "compare" and other is not None else getattr(self, name)()
@@ -354,7 +354,7 @@ class Run:
             (label, {str(c): float(row[c]) for c in wide})
             for label, (_, row) in zip(labels, wide.iterrows(), strict=True)
         ]
-        return parts.beside(bars, stacked=name != "compare")
+        return ranks.beside(bars, stacked=name != "compare")
 
     def __repr__(self) -> str:
         kind = "run" if self._files.recorded else "traces"
@@ -362,9 +362,9 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the verdict for a notebook."""
-        from dlprof.report.notebook import render
+        from dlprof.report.html import cell
 
-        return render(self.result)
+        return cell(self.result)
 
 
 def _with_na(frame: pd.DataFrame) -> pd.DataFrame:

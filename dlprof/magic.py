@@ -74,7 +74,7 @@ def _cell(of: tuple[Any, str], recording: Recording) -> None:
 def _show(result: Result) -> None:
     from IPython.display import display
 
-    from dlprof.report import notebook
+    from dlprof.report import html
 
-    data = {"text/html": notebook.page(result), "text/plain": formatting.name(result)}
+    data = {"text/html": html.framed(result), "text/plain": formatting.name(result)}
     display(data, raw=True)

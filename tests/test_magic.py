@@ -11,7 +11,7 @@ import pytest
 from nbclient import NotebookClient
 
 import dlprof
-from dlprof.report import notebook
+from dlprof.report.html import framed
 from tests.fixtures import results
 from tests.fixtures.jobs import environment, rows
 
@@ -66,7 +66,7 @@ def test_a_cell_is_recorded_and_shows_its_report_as_the_run_itself_does(cells: t
     assert sum(row["optimizer_steps"] for row in rows(folder / "a run/ranks/00000")) == 30
     value, report = (out for out in recorded if out.output_type != "stream")
     assert value.data["text/plain"] == "4"
-    assert report.data["text/html"] == notebook.page(dlprof.open(folder / "a run").result)
+    assert report.data["text/html"] == framed(dlprof.open(folder / "a run").result)
     assert [out.data["text/html"] for out in shown] == [report.data["text/html"]]
     assert (folder / "a run/report.html").exists()
 
@@ -89,10 +89,10 @@ def test_what_fails_is_one_line_and_a_cells_own_error_is_shown_once(cells: tuple
 
 
 def test_the_page_stands_in_a_frame_that_reaches_nothing_of_the_notebook() -> None:
-    page = notebook.page(results.ALL["hostile"]())
+    page = framed(results.ALL["hostile"]())
     assert page.count("<iframe") == 1
     assert "sandbox='allow-scripts'" in page
-    verdict, _, framed = page.partition(" srcdoc='")
+    verdict, _, inside = page.partition(" srcdoc='")
     assert "<script" not in verdict
-    assert "'" not in framed.removesuffix("'></iframe></details>")
-    assert html.unescape(framed).lstrip().startswith("<!doctype html>")
+    assert "'" not in inside.removesuffix("'></iframe></details>")
+    assert html.unescape(inside).lstrip().startswith("<!doctype html>")

@@ -6,7 +6,8 @@ import importlib
 import keyword
 import math
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,6 +137,16 @@ def new_folder(name: str) -> Path:
 def say(line: str, *, err: bool = False) -> None:
     """Print one line; control characters in it are escaped."""
     click.echo(plain(line), err=err)
+
+
+def teller(quiet: bool) -> Callable[[str], None]:
+    """Return a function that prints one line of ours on stderr, or nothing if quiet."""
+    return (lambda _line: None) if quiet else (lambda line: say(f"dlprof: {line}", err=True))
+
+
+def under_python(words: Sequence[str]) -> list[str]:
+    """Return the words of a user's command, of which a script or -m package runs under the Python that runs dlprof."""
+    return [sys.executable, *words] if words[0].endswith(".py") or words[0].startswith("-m") else list(words)
 
 
 def _lift(_context: click.Context, _option: click.Parameter, given: bool) -> None:

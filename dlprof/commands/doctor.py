@@ -34,8 +34,6 @@ _SCHEDULER_S = 5.0
 # Enough for the traces of a window and a day's step log of a rank (README: below 50 MB an hour outside the window).
 _ENOUGH_BYTES = 2 << 30
 
-_CAP_SYS_PTRACE = 19  # <linux/capability.h>
-
 
 @dataclass(frozen=True)
 class Check:
@@ -302,11 +300,12 @@ def _inject() -> str:
 
 
 def _ptrace_remedy() -> str:
-    level = int(_file("/proc/sys/kernel/yama/ptrace_scope") or 0)
+    from dlprof.live.inject import ptrace_scope
+
+    level, able = ptrace_scope()
     if level == 3:
         return "kernel.yama.ptrace_scope is 3: nobody may, until this machine boots with another value"
-    status = dict(line.split(":\t", 1) for line in _file("/proc/self/status").splitlines() if ":\t" in line)
-    if level and not int(status.get("CapEff", "0"), 16) >> _CAP_SYS_PTRACE & 1:
+    if level and not able:
         return f"sudo sysctl kernel.yama.ptrace_scope=0 (it is {level}), or run the job with the capability SYS_PTRACE"
     return "in a container: start it with --cap-add SYS_PTRACE, and a seccomp profile that lets ptrace through"
 

@@ -22,7 +22,7 @@ def mcp(folders: tuple[Path, ...], read_only: bool) -> None:
     `try` start is the user's own code, with the user's rights. Needs: pip install 'dlprof[mcp]'.
     """
     try:
-        from dlprof.mcp.server import serve
+        from dlprof.mcp import serve
     except ImportError as e:
         raise DlprofError(f"the package mcp, 2.0 or later, is not installed ({e}): pip install 'dlprof[mcp]'") from None
     os.environ[CONFIG] = ""  # what is asked for says all

@@ -24,7 +24,7 @@ from dlprof.units import count
 if TYPE_CHECKING:
     from dlprof.analysis.engine import Done
     from dlprof.read.run import Run
-    from dlprof.report.compare.summary import Summary
+    from dlprof.report.summary import Summary
     from dlprof.result import Result
 
 # Variables that a launcher sets in each of its processes: its number, from 0, and how many there are. SLURM_NTASKS does
@@ -148,7 +148,7 @@ def report(
         raise click.UsageError("--dask has its own number of workers (local:4), and reads what is not kept")
     result = _analysed_for_page(path, jobs, quiet, window=window, dask=dask, cache=cache, kept_only=kept_only)
     if redact:
-        from dlprof.report.sharing import shareable
+        from dlprof.result.stored import shareable
 
         result = shareable(result)
     if form in ("md", "brief"):
@@ -406,9 +406,13 @@ def write_files(result: Result, path: Path, out: Path | None, *, redact: bool = 
 
 def print_summary(summary: Summary, data: Mapping[str, Any], form: str) -> None:
     """Print a summary, or its data as JSON."""
-    from dlprof.report.compare import summary as summaries
+    click.echo(_in_form(summary, data, form))
 
-    click.echo(compact(data) if form == "json" else summaries.text(summary, width(), colour()), nl=form == "json")
+
+def _in_form(summary: Summary, data: Mapping[str, Any], form: str) -> str:
+    from dlprof.report import summary as summaries
+
+    return compact(data) if form == "json" else summaries.text(summary, width(), colour()).removesuffix("\n")
 
 
 def write_summary(
@@ -425,12 +429,21 @@ def write_summary(
 
     Raises DlprofError if they cannot be written.
     """
-    from dlprof.report.compare import summary as summaries
+    from dlprof.report import summary as summaries
 
+    files = {f"{file}.json": compact(data), f"{file}.html": summaries.page(summary)}
+    write_page(_in_form(summary, data, form), files, folder, out, form, show=show)
+
+
+def write_page(verdict: str, files: Mapping[str, str], folder: str, out: Path | None, form: str, *, show: bool) -> None:
+    """Print a verdict, and write files, of which the last is a page, into `out` or a new folder `folder`.
+
+    Raises DlprofError if they cannot be written.
+    """
     try:
-        page = write_into(folder, out, {f"{file}.json": compact(data), f"{file}.html": summaries.page(summary)})
+        page = write_into(folder, out, files)
     finally:
-        print_summary(summary, data, form)
+        click.echo(verdict)
     if form != "json":
         say(f"page: {shown(page)}")
     if show:

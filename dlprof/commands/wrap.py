@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +15,7 @@ from typing import NoReturn
 import click
 
 from dlprof import nsys, redaction
+from dlprof.commands import under_python
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError, RefusedError
 from dlprof.plain import plain, words_of
@@ -102,8 +102,7 @@ def with_python(ctx: click.Context, command: Sequence[str]) -> list[str]:
 
     Raises RefusedError where the script does not exist.
     """
-    python = not ctx.meta.get(_AS_IS) and (command[0].startswith("-m") or command[0].endswith(".py"))
-    words = [sys.executable, *command] if python else list(command)
+    words = list(command) if ctx.meta.get(_AS_IS) else under_python(command)
     if script := missing_script(words):
         raise RefusedError(f"there is no script {script}")
     return words

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dlprof.errors import DlprofError
-from dlprof.live.doing import WAITS, activity, role_of
-from dlprof.live.gather import family_of, ranks_of
-from dlprof.live.look import Frame, is_own, line_of, mine, with_stacks
+from dlprof.live.gather import ranks_below
+from dlprof.live.look import WAITS, Frame, activity, is_own, line_of, mine, role_of
 from dlprof.read.stacks import read as read_stacks
 from dlprof.record.samplers.stacks import find, without_commands
 
@@ -63,11 +62,7 @@ def attach(pids: Sequence[int], seconds: float) -> list[Sampled]:
     if (command := find()) is None:
         raise DlprofError("py-spy is not installed (pip install py-spy)")
     processes = mine()
-    family = {one.pid: one for pid in pids for one in family_of(pid, processes)}
-    seen = with_stacks(one for one in family.values() if one.torch)
-    ranks = ranks_of(seen)
-    if not ranks:
-        raise DlprofError(f"{pids[0]}: no rank of a job that has loaded PyTorch is among its processes")
+    seen, ranks = ranks_below(pids, processes)
     problems = {one.unseen for one in ranks.values() if one.unseen}
     if len(problems) == 1 and all(one.unseen for one in ranks.values()):
         raise DlprofError(f"the stacks of the job cannot be read: {problems.pop()} (see `dlprof doctor`)")

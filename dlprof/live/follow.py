@@ -33,11 +33,15 @@ _FIRST, _LEAST_FIRST, _NEXT, _WHOLE, _TAIL = 16 << 20, 12 << 10, 8 << 20, 16 << 
 # Of more ranks than MANY only the FEW with the most time of their own are looked at closely; and so many hosts.
 MANY, FEW, _HOSTS = 64, 16, 16
 
-_STILL_STEPS, _STILL_S = 20, 10.0  # a job that has ended no step for so many of its steps, and so long, stands still
 # A rank is waited for whose own time exceeds the median one's by so much of that, and of the step: less is chance.
 _BEHIND, _BEHIND_STEP = 0.1, 0.02
 
 _LIFE = re.compile(r"([0-9]{1,9})(?:\.r([0-9]{1,9}))?")
+
+
+def stands_still(still_s: float, step_s: float) -> bool:
+    """Return whether a job that has ended no step for so long, and whose steps take so long, stands still."""
+    return still_s > max(20 * step_s, 10.0)
 
 
 def find(path: Path | None) -> Path:
@@ -304,7 +308,7 @@ class Follower:
         over_ns, state = number(about, "end_ns", 0), "starting" if still_s is None else "running"
         if over_ns > 0:
             state, still_s = "ended", None
-        elif still_s is not None and still_s > max(_STILL_STEPS * (mean_s or 0), _STILL_S):
+        elif still_s is not None and stands_still(still_s, mean_s or 0):
             state = "gone" if _is_gone(self.run) else "still"
         until_ns = over_ns or time.time_ns()
         times, share_of = _share(ranks[0].facts() if ranks else {})

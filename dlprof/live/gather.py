@@ -15,9 +15,21 @@ from typing import Any, NamedTuple
 
 from dlprof import run_folder
 from dlprof.errors import DlprofError
-from dlprof.live.doing import WORDS, doing, jobs, role_of
-from dlprof.live.follow import Follower, RankNow, of
-from dlprof.live.look import Frame, Process, Thread, below, disks, mine, texts_of, with_stacks
+from dlprof.live.follow import Follower, RankNow, of, stands_still
+from dlprof.live.look import (
+    WORDS,
+    Frame,
+    Process,
+    Thread,
+    below,
+    disks,
+    doing,
+    jobs,
+    mine,
+    role_of,
+    texts_of,
+    with_stacks,
+)
 from dlprof.live.standstill import Rank, Seen
 from dlprof.plain import plain
 from dlprof.record.failures import ASK, FLIGHT, STILL
@@ -125,11 +137,23 @@ def _of_run(run: Path, processes: Mapping[int, Process]) -> list[Process]:
     return list({one.pid: one for root in roots for one in below(root.pid, processes)}.values())
 
 
-def family_of(pid: int, processes: Mapping[int, Process]) -> list[Process]:
+def _family_of(pid: int, processes: Mapping[int, Process]) -> list[Process]:
     """Return a process and what it has started. Raises DlprofError where it is none of the user's."""
     if pid not in processes:
         raise DlprofError(f"{pid}: no process of yours on this host")
     return below(pid, processes)
+
+
+def ranks_below(pids: Sequence[int], processes: Mapping[int, Process]) -> tuple[Sequence[Process], dict[int, Process]]:
+    """Return the processes with PyTorch, with stacks, among these and all that they have started, and their ranks.
+
+    Raises DlprofError where there is no rank.
+    """
+    family = {one.pid: one for pid in pids for one in _family_of(pid, processes)}
+    seen = with_stacks(one for one in family.values() if one.torch)
+    if not (ranks := ranks_of(seen)):
+        raise DlprofError(f"{pids[0]}: no rank of a job that has loaded PyTorch is among its processes")
+    return seen, ranks
 
 
 def _of_job(pid: int, processes: Mapping[int, Process]) -> tuple[Path | None, list[Process]]:
@@ -137,7 +161,7 @@ def _of_job(pid: int, processes: Mapping[int, Process]) -> tuple[Path | None, li
 
     The process is any of the job's, or one that has started it.
     """
-    near = {one.pid for one in family_of(pid, processes)}
+    near = {one.pid for one in _family_of(pid, processes)}
     seen = {one.pid: one for one in with_stacks(one for one in processes.values() if one.torch)}
     of_job = [job for job in jobs({**processes, **seen}.values()) if any(one.pid in near for one in job)]
     found = [one for job in of_job for one in job]
@@ -332,9 +356,6 @@ class JobHere:
 
 _MOMENT_S = 0.5  # over which the use of cores is measured
 
-# A recorded job that has ended no step for so many of its steps, and so long, stands still.
-_STILL_STEPS, _STILL_S = 20, 10.0
-
 
 def found_jobs() -> list[JobHere]:
     """Return the training jobs of this user on this host."""
@@ -349,7 +370,7 @@ def found_jobs() -> list[JobHere]:
         used_s = sum(one.cpu_s - before[one.pid].cpu_s for one in members if one.pid in before)
         steps = steps_of(Path(run), here=True).values() if run else ()
         step_s = max((one.step_s for one in steps), default=None)
-        still = step_s and min(one.still_s for one in steps) > max(_STILL_STEPS * step_s, _STILL_S)
+        still = step_s and stands_still(min(one.still_s for one in steps), step_s)
         now = word_of(ranks.values())
         found.append(
             JobHere(

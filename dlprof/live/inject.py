@@ -27,8 +27,8 @@ from typing import Any
 
 from dlprof.errors import DlprofError
 from dlprof.files import write
-from dlprof.live.gather import family_of, ranks_of
-from dlprof.live.look import Process, mine, with_stacks
+from dlprof.live.gather import ranks_below
+from dlprof.live.look import Process, mine
 from dlprof.plain import plain
 from dlprof.record.joined import TOGETHER_S
 from dlprof.record.launch import options
@@ -242,15 +242,14 @@ def why_not(process: Process) -> str:
         return f"it is in a container that has no {_PACKAGE}"
     if not _remote(version) and shutil.which("gdb") is None:
         return "this needs gdb (apt install gdb), or Python 3.14 for both dlprof and the job"
-    return _may_not_trace()
+    level, able = ptrace_scope()
+    if level == 3 or (level and not able):
+        return f"no process may look into another one on this host ({_YAMA} is {level})"
+    return ""
 
 
 def _ranks(pids: Sequence[int]) -> dict[int, Process]:
-    processes = mine()
-    family = {one.pid: one for pid in pids for one in family_of(pid, processes)}
-    ranks = ranks_of(with_stacks(one for one in family.values() if one.torch))
-    if not ranks:
-        raise DlprofError(f"{pids[0]}: no rank of a job that has loaded PyTorch is among its processes")
+    _, ranks = ranks_below(pids, mine())
     if why := next((one.unseen for one in ranks.values() if one.unseen), ""):
         raise DlprofError(f"which processes are ranks is not known: {why} (see `dlprof doctor`)")
     return ranks
@@ -314,18 +313,16 @@ def _remote(version: tuple[int, int] | None) -> bool:
     return hasattr(sys, "remote_exec") and version == sys.version_info[:2]
 
 
-_CAP_SYS_PTRACE = 19
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_CAP_SYS_PTRACE = 19  # <linux/capability.h>
 
 
-def _may_not_trace() -> str:
-    """Return why this process may trace no other one of its user; "" if it may."""
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+def ptrace_scope() -> tuple[int, bool]:
+    """Return who may trace whom on this host, 0 where nothing is said, and whether this process may nevertheless."""
     with contextlib.suppress(OSError, ValueError):
-        level = int(scope.read_text())
         able = int(_field(Path("/proc/self"), "CapEff") or "0", 16) >> _CAP_SYS_PTRACE & 1
-        if level == 3 or (level and not able):
-            return f"no process may look into another one on this host ({scope} is {level})"
-    return ""
+        return int(_YAMA.read_text()), bool(able)
+    return 0, True
 
 
 def _field(place: Path, name: str) -> str:

@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dlprof.live.doing import WORDS, Doing, doing, fetches
-from dlprof.live.look import Process
+from dlprof.live.look import WORDS, Doing, Process, doing, fetches
 from dlprof.units import count, ranks_named
 
 _STATES = {

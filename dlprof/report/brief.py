@@ -6,7 +6,6 @@ What does not fit is left out from the end, and counted. result.json has everyth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -20,9 +19,6 @@ from dlprof.result.stored import schema_of
 FORMAT = 1
 MOST_MARKDOWN, MOST_JSON = 2_000, 8_000
 _SENTENCE, _LONG, _LINES = 200, 400, 8
-
-# What makes a change from outside, as words for `dlprof try --set`; None: nothing does.
-Named = Callable[[Change], Mapping[str, str] | None]
 
 
 class At(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -103,14 +99,10 @@ class Brief(msgspec.Struct, frozen=True, omit_defaults=True):
     next: str = ""
 
 
-def brief(result: Result, path: str, named: Named, most: int = MOST_JSON) -> Brief:
+def brief(result: Result, path: str, named: first.Named, most: int = MOST_JSON) -> Brief:
     """Return what a report on `path` says first, in at most so many bytes of JSON."""
     diagnosis, gain, _ = verdict.headline(result)
     states, window = formatting.by_state(result), result.window
-    ranks = max(len({part.rank for part in result.time}), 1)
-    time: dict[str, float] = {}
-    for part in result.time:
-        time[part.category] = time.get(part.category, 0.0) + part.share / ranks
     tries = named if result.run.command else _nothing  # traces have no command that could be run again
     every = tuple(_cure(o, tries) for o in (*result.found, *result.if_training_may_change))
     steps = tuple(_step(number, one, tries) for number, one in enumerate(result.changes, 1))
@@ -123,7 +115,9 @@ def brief(result: Result, path: str, named: Named, most: int = MOST_JSON) -> Bri
         verdict=_text(diagnosis, _LONG),
         gain=_text(gain),
         time={
-            plain(name, 40): _number(time[name]) for name in sorted(time, key=lambda n: -time[n]) if time[name] > 0.001
+            plain(name, 40): _number(share)
+            for name, share in formatting.mean_shares(result.time).items()
+            if share > 0.001
         },
         changes=steps,
         findings=every,
@@ -154,7 +148,7 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"dlprof brief {FORMAT}", **made}
 
 
-def markdown(result: Result, path: str, named: Named) -> str:
+def markdown(result: Result, path: str, named: first.Named) -> str:
     """Return the first screen of a report on `path` as plain Markdown of at most MOST_MARKDOWN bytes."""
     said = brief(result, path, named)
     name = _text(formatting.name(result))
@@ -212,7 +206,7 @@ def _finding(number: int, one: Cure, run: str) -> str:
     return "\n".join(lines)
 
 
-def _cure(outcome: Outcome, named: Named) -> Cure:
+def _cure(outcome: Outcome, named: first.Named) -> Cure:
     change = outcome.changes[0] if outcome.changes else Change("")
     place = change.at or next((p for p in outcome.where if p.line), None)
     margin = formatting.margin(outcome).partition(NBSP)[2]
@@ -231,7 +225,7 @@ def _cure(outcome: Outcome, named: Named) -> Cure:
     )
 
 
-def _step(number: int, one: Proposal, named: Named) -> Step:
+def _step(number: int, one: Proposal, named: first.Named) -> Step:
     low, high = (None if bound is None else _number(min(bound, 1e3)) for bound in (one.low, one.high))
     return Step(
         number=number,

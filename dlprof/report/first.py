@@ -327,14 +327,10 @@ def _has_lines(result: Result) -> bool:
 
 def after(result: Result, one: Proposal) -> dict[str, float]:
     """Return the parts of the mean step with a change, ns by category, as the mean of the ranks; {}: not known."""
-    ranks = len({part.rank for part in result.time})
-    if not ranks or not one.takes or one.scope != "step":
+    if not one.takes or one.scope != "step":
         return {}
-    parts: dict[str, float] = {}
-    for part in result.time:
-        parts[part.category] = parts.get(part.category, 0.0) + part.ns / ranks
     takes = {name: ns for name, ns in one.takes.items() if math.isfinite(ns)}
-    return {name: max(ns - takes.get(name, 0.0), 0.0) for name, ns in parts.items()}
+    return {name: max(ns - takes.get(name, 0.0), 0.0) for name, ns in formatting.mean_ns(result.time).items()}
 
 
 def summary(result: Result) -> str:

@@ -236,12 +236,6 @@ def throughput(t: Throughput) -> str:
     return f"{said} a rank" if t.of == "rank" else said
 
 
-def rates(t: Throughput) -> list[tuple[str, str]]:
-    """Return the figures of a throughput with what each is of: tokens where they are known, else samples."""
-    known = (t.tokens_per_s, "tokens") if t.tokens_per_s is not None else (t.samples_per_s, "samples")
-    return [(digits(known[0]), f"{known[1]} a second{' and rank' if t.of == 'rank' else ''}")] if known[0] else []
-
-
 def all_traced(result: Result) -> bool:
     """Return whether only traced steps are known."""
     return result.window is not None and result.window.source == "trace"
@@ -283,6 +277,15 @@ def mean_shares(time: Sequence[TimePart]) -> dict[str, float]:
     for part in time:
         sums[part.category] = sums.get(part.category, 0.0) + part.share
     return dict(sorted(((c, s / n) for c, s in sums.items()), key=lambda item: -item[1]))
+
+
+def mean_ns(time: Sequence[TimePart]) -> dict[str, float]:
+    """Return the parts of the mean step, ns by category, as the mean over ranks."""
+    n = len({part.rank for part in time})
+    sums: dict[str, float] = {}
+    for part in time:
+        sums[part.category] = sums.get(part.category, 0.0) + part.ns / n
+    return sums
 
 
 def outliers(time: Sequence[TimePart], count: int) -> list[int]:

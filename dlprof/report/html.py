@@ -27,8 +27,8 @@ from markupsafe import Markup, escape
 
 from dlprof.files import compact
 from dlprof.plain import NBSP, command_line, plain
-from dlprof.report import brief, first, formatting, in_model, logged, looks, tried, verdict
-from dlprof.report.figures import drawing, members, memory, modules, parts, screen, shapes
+from dlprof.report import brief, first, formatting, looks, tried, verdict
+from dlprof.report.figures import drawing, memory, modules, ranks, screen, shapes
 from dlprof.result import SAVING, Fact, Outcome, Place, Proposal, Result
 from dlprof.units import UNKNOWN
 
@@ -60,14 +60,16 @@ def render(result: Result, run: str = "", named: first.Named = lambda _: None) -
     """
     run = run or command_line((plain(result.run.path, 300),))
     agent, shown = brief.markdown(result, run, named), first.first(result, run, named)
-    stack, waited = parts.stack(result), parts.blame(result)
+    stack, waited = ranks.stack(result), ranks.blame(result)
     of = formatting.numbers(result)
     found = sorted(result.found, key=lambda o: of.get(o.id, len(of) + 1))
     cards = [_card(str(place), of.get(o.id, 0), o) for place, o in enumerate(found, 1)]
     apart = [_card(f"training-{n}", of.get(o.id, 0), o) for n, o in enumerate(result.if_training_may_change, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
-    many, tree, held = members.shown(result), modules.shown(result), memory.shown(result.footprint)
-    figures = {"where": stack, "waits": waited, **members.specs(many), **modules.specs(tree), **memory.specs(held)}
+    many, tree, held = ranks.many(result), modules.shown(result), memory.shown(result.footprint)
+    figures = {"where": stack, "waits": waited}
+    figures |= {"ranks": many.by_category, "pairs": many.by_pair} if many else {}
+    figures |= modules.specs(tree) | ({"memory": held.bars} if held else {})
     figures |= {**{f"evidence-{c.key}": c.evidence for c in (*cards, *apart)}, **dict(panels)}
     specs = {name: figure.spec for name, figure in figures.items() if figure and figure.spec}
     _share_range([figure.spec for _, figure in panels if figure.spec])
@@ -104,9 +106,9 @@ def render(result: Result, run: str = "", named: first.Named = lambda _: None) -
         many=many,
         tree=tree,
         held=held,
-        device=parts.device(result),
-        kinds=logged.table(result),
-        limits=logged.sentences(result)[0],
+        device=ranks.device(result),
+        kinds=ranks.device_kinds(result),
+        limits=verdict.device_floor(result)[0],
         host=verdict.host_limited(result),
         cards=cards,
         apart=apart,
@@ -375,7 +377,7 @@ def template(name: str) -> Template:
         bytecode_cache=None if sys.dont_write_bytecode else Compiled(str(Path(__file__).parent / "__pycache__")),
     )
     environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code, edits=_edits, where=_where)
-    environment.filters["in_model"] = in_model.named
+    environment.filters["in_model"] = modules.named
     environment.filters |= {"factor": first.factor, "between": first.between, "place": screen.place}
     environment.filters["kilobytes"] = lambda text: formatting.quantity(len(text.encode()), "bytes")
     texts = (formatting.saving, formatting.noise, formatting.speedup, formatting.gained, formatting.ranks)
@@ -399,3 +401,44 @@ class Compiled(FileSystemBytecodeCache):
         """Write a compiled template, or nothing where the folder cannot be written."""
         with suppress(OSError):
             super().dump_bytecode(bucket)
+
+
+_CELL_ROW = Markup(
+    "<tr><td style='text-align:left'>{}</td><td>{}</td><td>{}</td><td style='text-align:left'>{}</td></tr>"
+)
+
+
+def cell(result: Result) -> str:
+    """Return what a notebook's cell shows, without a script and readable in both themes.
+
+    The headline, the findings with their savings and changes, and what the reader must know first.
+    """
+    diagnosis, gain, _ = verdict.headline(result)
+    parts = [
+        Markup("<p style='opacity:.7'>{}</p>").format(first.summary(result)),
+        Markup("<p><strong>{}</strong> {}</p>").format(diagnosis, gain),
+    ]
+    notices = verdict.notices(result)
+    if notices:
+        parts.append(Markup("<ul>{}</ul>").format(Markup("").join(map(Markup("<li>{}</li>").format, notices))))
+    for heading, found in (("finding", result.found), (verdict.APART.lower(), result.if_training_may_change)):
+        heads = "".join(f"<th>{head}</th>" for head in (heading, "would save", "speedup", "change"))
+        rows = Markup("").join(map(_cell_row, found))
+        parts += [Markup(f"<table><tr>{heads}</tr>{{}}</table>").format(rows)] if found else []
+    return str(Markup("").join(parts))
+
+
+def framed(result: Result) -> str:
+    """Return what a notebook's cell shows, and below it the whole report in a frame, which can be folded.
+
+    The frame has an origin of its own: what the page runs reaches nothing of the notebook's.
+    """
+    frame = "<iframe sandbox='allow-scripts' style='width:100%;height:48em;border:0' srcdoc='{}'></iframe>"
+    whole = Markup(f"<details open><summary>Report</summary>{frame}</details>").format(render(result))
+    return cell(result) + str(whole)
+
+
+def _cell_row(outcome: Outcome) -> Markup:
+    said = [f"{plain(c.text, 400)}{verdict.OTHERWISE if c.training else ''}" for c in outcome.changes]
+    changes = Markup("<br>").join(said)
+    return _CELL_ROW.format(plain(outcome.title, 200), formatting.saving(outcome), formatting.speedup(outcome), changes)

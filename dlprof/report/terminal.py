@@ -8,10 +8,11 @@ from itertools import accumulate
 
 from dlprof.plain import NBSP, plain
 from dlprof.report import first as screen
-from dlprof.report import formatting, in_model, logged, looks, verdict
-from dlprof.report.figures import memory
-from dlprof.report.tried import sentence as tried_sentence
+from dlprof.report import formatting, looks, verdict
+from dlprof.report import tried as trials
+from dlprof.report.figures import memory, modules
 from dlprof.result import Outcome, Result, TimePart
+from dlprof.result.tried import Tried
 
 FIRST_RANKS = 8  # always have bars: the ranks of a host
 OUTLIERS = 4  # so many of the others that differ most have bars, too
@@ -33,7 +34,7 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
     width = max(width, NARROWEST)
     paint = painter(colour)
     one = screen.first(result, run, named)
-    measured = (logged.described(result) if result.window is None else "") or formatting.steps(result)
+    measured = (verdict.described(result) if result.window is None else "") or formatting.steps(result)
     head = _first(wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {measured}", width), 3, width, "")
     head += ["", *(paint(line, "1") for line in _first(wrap(one.headline, width, "  "), 4, width, "  "))]
     dot = f"{screen.KNOWN[one.lead.known][0]} " if one.lead and one.known else ""
@@ -87,10 +88,7 @@ def _before_and_after(result: Result, one: screen.First, width: int, colour: boo
 
     Of a job that ran out of memory, bars of that, on the scale of what there was.
     """
-    ranks = len({part.rank for part in result.time})
-    before: dict[str, float] = {}
-    for part in result.time:
-        before[part.category] = before.get(part.category, 0.0) + part.ns / ranks
+    before = formatting.mean_ns(result.time)
     whole = sum(before.values())
     written: Callable[[float], str] = formatting.duration
     bars = [("step", before), ("after", screen.after(result, one.lead) if one.lead else {})]
@@ -150,7 +148,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     width = max(width, NARROWEST)
     paint = painter(colour)
     diagnosis, gain, _ = verdict.headline(result)
-    measured = (logged.described(result) if result.window is None else "") or formatting.steps(result)
+    measured = (verdict.described(result) if result.window is None else "") or formatting.steps(result)
     lines = [*wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {measured}", width), ""]
     lines += [paint(line, "1") for line in wrap(diagnosis, width, "  ")]
     lines += wrap(gain, width, "  ")
@@ -168,7 +166,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     for sentence in verdict.blamed(result):
         lines += wrap(sentence, width, "  ")
     lines += _modules(result, width)
-    if said := logged.sentences(result)[0]:
+    if said := verdict.device_floor(result)[0]:
         lines += ["", *wrap(said, width, "  ")]
     if held := memory.sentence(result.footprint):
         lines += ["", *wrap(held, width, "  ")]
@@ -181,7 +179,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     if apart := result.if_training_may_change:
         lines += ["", *wrap(f"{verdict.APART}:", width, "  "), *_findings(apart, width, colour, numbered=False)]
     if result.tried is not None:
-        lines += ["", *(paint(line, "1") for line in wrap(tried_sentence(result.tried), width, "  "))]
+        lines += ["", *(paint(line, "1") for line in wrap(trials.sentence(result.tried), width, "  "))]
     return "\n".join(line.replace(NBSP, " ").rstrip() for line in [*lines, *_closing(result, width)]) + "\n"
 
 
@@ -211,7 +209,7 @@ def _bars(result: Result, width: int, colour: bool) -> list[str]:
 
 def _modules(result: Result, width: int) -> list[str]:
     """Return where in the model the time goes: a line for each of the largest modules and parts outside modules."""
-    shown = in_model.lines_of(result.modules) if result.modules and result.modules.rows else []
+    shown = modules.lines_of(result.modules) if result.modules and result.modules.rows else []
     if not shown:
         return []
     of = "trace" if formatting.unit(result) == "trace" else "traced steps"
@@ -298,8 +296,8 @@ def _findings(found: Sequence[Outcome], width: int, colour: bool, *, numbered: b
         if outcome.where:
             at = wrap(formatting.where(outcome.where[0]), width, indent + "at ", indent + "   ")
             lines += _first(at, WHERE, width, indent + "   ")
-        if modules := in_model.named(outcome.modules):
-            lines += _first(wrap(modules, width, indent + "in ", indent + "   "), WHERE, width, indent + "   ")
+        if where_in := modules.named(outcome.modules):
+            lines += _first(wrap(where_in, width, indent + "in ", indent + "   "), WHERE, width, indent + "   ")
         if outcome.advice:
             lines += wrap(plain(outcome.advice[0], 400).replace("`", ""), width, indent + "→ ", indent + "  ")
         for edit in formatting.edits(outcome.changes[0]) if outcome.changes else ():
@@ -383,3 +381,45 @@ def columns(text: str) -> int:
 def painter(colour: bool) -> Callable[[str, str], str]:
     """Return a function that gives a text an ANSI code, or one that leaves it as it is."""
     return lambda text, code: f"\x1b[{code}m{text}\x1b[0m" if colour else text
+
+
+def trial(tried: Tried, width: int = 80) -> str:
+    """Return what was tried as lines of at most `width` columns (40 at least)."""
+    width = max(width, NARROWEST)
+    lines = wrap(trials.sentence(tried), width)
+    if tried.best is not None and tried.best.before_ns is not None and tried.best.after_ns is not None:
+        step = f"{formatting.duration(tried.best.before_ns)} → {formatting.duration(tried.best.after_ns)} a step"
+        lines += wrap(step, width, "  ")
+    for title, attempts in (("alone", tried.attempts), ("together", tried.combinations)):
+        if attempts:
+            lines += ["", f"  {title}" + (", against the best before" if title == "together" else "")]
+        for attempt in attempts:
+            lines += wrap(trials.row(attempt), width, "    ", "      ")
+    notes = (
+        [f"{formatting.counted(tried.runs, 'run')} of {formatting.counted(tried.steps, 'step')}"] if tried.runs else []
+    )
+    notes += [f"{tried.seconds / 60:.1f}{NBSP}min"] if tried.runs else []
+    if tried.state != "complete":
+        notes.append({"out_of_time": "out of time", "interrupted": "interrupted", "failed": "failed"}[tried.state])
+    lines += ["", *wrap(" · ".join(notes), width, "  ")] if notes else []
+    for warning in tried.warnings:
+        lines += wrap(plain(warning, 300), width, "  ! ", "    ")
+    text = "\n".join(line.replace(NBSP, " ").rstrip() for line in lines) + "\n"
+    return f"{text}\n{plain(tried.diff, keep=chr(10))}" if tried.diff else text
+
+
+def to_keep(tried: Tried, words: Sequence[str], lines: Sequence[str], width: int = 80) -> list[str]:
+    """Say what of a trial to keep: what the patch changes, and what to do besides, in lines of at most `width`."""
+    best = tried.best
+    if best is None or best.measured is None:
+        unclear = ", ".join(plain(a.words, 100) for a in tried.unclear)
+        nothing = "Nothing to keep: no change was found to make the job faster."
+        yet = (
+            f"Nothing to keep yet: {unclear} may make the job faster. More --minutes, or a quieter machine, will tell."
+        )
+        return [] if tried.state == "failed" else wrap(yet if unclear else nothing, width)
+    said = trials.losses(best) or "its losses were not compared"
+    made = ["", *wrap(f"Keep {plain(best.words, 300)}: {trials.measured(best.measured)}; {said}.", width)]
+    made += wrap(f"The patch changes {', '.join(map(plain, lines))}.", width) if lines else []
+    made += [line for one in words for line in wrap(f"By hand: {plain(one, 400)}", width, "", "  ")]
+    return [line.replace(NBSP, " ") for line in made]

@@ -49,6 +49,17 @@ class Job:
     started_s: float = 0.0
 
 
+def refuse_inside(environ: Mapping[str, str]) -> None:
+    """Raise DlprofError in a job that is recorded: what it starts would be recorded into the same run."""
+    if environ.get("DLPROF_RUN"):
+        raise DlprofError(f"this already runs under dlprof, which records into {environ['DLPROF_RUN']}")
+
+
+def without_ours(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables of a recording."""
+    return {name: value for name, value in environ.items() if not name.startswith("DLPROF_")}
+
+
 def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()) -> Job:
     """Return the job of a run that was recorded on this host, with `command` instead of its own if given.
 
@@ -117,7 +128,7 @@ def _environment(run: Run, environ: Mapping[str, str]) -> tuple[dict[str, str], 
     Only variables that affect training are recorded, for each rank. Those that differ between ranks were set by the
     launcher, and are left out.
     """
-    env = {name: value for name, value in environ.items() if not name.startswith("DLPROF_")}
+    env = without_ours(environ)
     seen = [rank.facts["env"] for rank in run.ranks if isinstance(rank.facts.get("env"), Mapping)]
     if not seen:
         return env, ["the environment that it was recorded in is not known: it runs in this one"]

@@ -1,14 +1,24 @@
-"""The steps of one short run and the comparison of two runs, from rank 0's step log, measured as in a report."""
+"""The steps and losses of one short run, and the comparison of two runs.
+
+Steps are rank 0's, measured as in a report. Losses are compared step by step, on all ranks, from the same seed. What a
+change may differ by is measured: two runs without it, of other seeds, say how far apart chance brings losses. Where
+these are equal, since the script sets the seed, the differences from one step to the next say it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlprof import run_folder
 from dlprof.analysis.engine import Job, RankData
 from dlprof.analysis.engine.ranks import RankAnswer
 from dlprof.analysis.settings import Settings, loader_of
@@ -133,3 +143,50 @@ def _mean_from(steps: Steps, first: int) -> float:
     if chosen.sum() < ENOUGH:
         raise NotMeasured("the runs have fewer than 5 steady steps in common")
     return float(steps.lengths_ns[chosen].mean())
+
+
+# Losses.
+
+_LOSSES = "losses.jsonl"
+LEAST_LOSSES, MOST_LOSSES = 8, 100  # losses of a rank: that both runs must have, and that are compared
+
+# Of two pairs of runs that differ by the seed alone, one is no more than so many times as far apart as the other.
+MARGIN = 1.5
+
+# The mean difference of so many losses is no further from 0 than so many times its standard error.
+SURE = 3.0
+
+Losses = Mapping[tuple[str, int], float]  # of a rank, in their order
+Compared = Literal["", "equal", "within", "differ"]
+
+
+def losses_of(run: Path) -> Losses:
+    """Return the losses of a run folder by rank and step; what cannot be read is left out."""
+    found: dict[tuple[str, int], float] = {}
+    for path in run_folder.of_ranks(run_folder.in_ranks(run), _LOSSES):
+        for n, line in enumerate(path.read_bytes().splitlines()[:MOST_LOSSES]):
+            with suppress(ValueError, TypeError, KeyError):
+                loss = json.loads(line)["loss"]
+                found[path.parent.name, n] = math.nan if loss is None else float(loss)
+    return found
+
+
+def compared(plain: Losses, changed: Losses, other_seed: Losses) -> Compared:
+    """Compare losses without and with a change by those of a run without it and with another seed; "": too few."""
+    common = sorted(plain.keys() & changed.keys())
+    if len(common) < LEAST_LOSSES:
+        return ""
+    apart = [changed[key] - plain[key] for key in common]
+    if all(plain[key] == changed[key] or (math.isnan(plain[key]) and math.isnan(changed[key])) for key in common):
+        return "equal"
+    seeds = _rms([plain[key] - other_seed[key] for key in common if key in other_seed])
+    if seeds > 0:
+        return "within" if _rms(apart) <= MARGIN * seeds else "differ"
+    steps = _rms([plain[key] - plain[key[0], key[1] - 1] for key in common if (key[0], key[1] - 1) in plain])
+    mean = abs(math.fsum(apart)) / len(apart)
+    return "within" if _rms(apart) <= steps and mean <= SURE * steps / math.sqrt(len(apart)) else "differ"
+
+
+def _rms(differences: Sequence[float]) -> float:
+    """Return the root of the mean square."""
+    return math.sqrt(math.fsum(x * x for x in differences) / len(differences)) if differences else 0.0

@@ -56,6 +56,15 @@ _NAN = re.compile(rb"\bnan\b", re.IGNORECASE)
 _MOST_READ = 1 << 20  # bytes from the end of a run's output
 
 
+# A run is ended as too slow after this many times the longest one so far plus these seconds (for a compiler).
+_LONGER, _MORE_S = 3.0, 120.0
+
+
+def limit_s(left_s: float, longest_s: float) -> float:
+    """Return how long a run may take, of the time that is left; `longest_s`: of those before it, 0 for the first."""
+    return min(left_s, _LONGER * longest_s + _MORE_S) if longest_s else left_s
+
+
 @dataclass(frozen=True)
 class Failed:
     """A run without a measurement: the reason, the file with its output, and whether it ran out of time (`over`)."""

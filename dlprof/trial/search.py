@@ -11,14 +11,18 @@ Each run measures enough seconds and steps for a mean, and whole epochs if these
 
 Of changes that helped, the losses are compared with those of the job without them. One with which they differ is not
 kept, unless the user allows other numbers.
+
+Also here: how to keep what was found, as a patch of the job's files, and words for what no patch makes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,15 +34,23 @@ from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import writing
 from dlprof.overrides import Value
 from dlprof.read.run import Rank, Run, open_run
-from dlprof.result import Result
+from dlprof.result import Result, is_line
 from dlprof.result.tried import Attempt, Gain, State, Tried, Verdict, student
-from dlprof.trial.copies import by_edit, to_link
-from dlprof.trial.job import Job, keep, kept, merged, repeatable
-from dlprof.trial.losses import Comparison
-from dlprof.trial.losses import Verdict as Compared
-from dlprof.trial.measuring import Steps, epoch_of, epochs_log_ratio, log_ratio
-from dlprof.trial.planning import WORTH, Candidate, Plan, plan
-from dlprof.trial.running import Failed, Runner, Stopped
+from dlprof.trial.copies import by_edit, made_by, to_link
+from dlprof.trial.job import Job, keep, kept, merged, refuse_inside, repeatable
+from dlprof.trial.measuring import (
+    MOST_LOSSES,
+    Compared,
+    Losses,
+    Steps,
+    compared,
+    epoch_of,
+    epochs_log_ratio,
+    log_ratio,
+    losses_of,
+)
+from dlprof.trial.planning import WORTH, Candidate, Plan, named, plan
+from dlprof.trial.running import QUICK, Failed, Runner, Stopped, limit_s
 
 Settings = Mapping[str, Value]
 Words = tuple[tuple[str, Value], ...]
@@ -52,9 +64,6 @@ LEAST_PAIRS = 2
 
 # The job itself must reach its steps within this share of the time, or no change could be measured.
 FIRST_SHARE = 0.5
-
-# A run with a change is ended as too slow after this many times the job's own time plus these seconds (for a compiler).
-_LONGER, _MORE_S = 3.0, 120.0
 
 
 @dataclass
@@ -256,7 +265,7 @@ class Search:
         if self._left() < need * self._longest_s:
             raise _OutOfTime
         before = self._one(base)
-        run = self._timed(settings, min(self._left(), _LONGER * self._longest_s + _MORE_S), of_base=False)
+        run = self._timed(settings, limit_s(self._left(), self._longest_s), of_base=False)
         if isinstance(run, Failed):
             # The base's last run can still be used, although this run came after it.
             if run.over and self._left() <= 0:
@@ -319,20 +328,15 @@ def _words(settings: Settings) -> Words:
 # A gain is known well enough to 5 %.
 KNOWN = 1.05
 
-
 MOST_PAIRS = 8
-
 
 # Two successive pairs share the run without the change between them: of their variance of 1 + 2 / 4 of single runs they
 # have 1 / 4 in common.
 _SHARED = 1 / 6
 
-
 # A difference between runs without the change has 2 single runs' variances, and a pair has 1.5. Each run is in two
 # differences, so these count as fewer observations, and as two at most since runs with the change may vary more.
 _OF_PAIR = 1.5 / 2
-
-
 _COUNTS, _MOST_COUNT = 2 / 3, 2.0
 
 
@@ -436,8 +440,7 @@ class Trial:
 
 def prepared(path: Path, result: Result, options: Options, environ: Mapping[str, str]) -> Trial:
     """Return what will be tried on a run, and how; raise DlprofError if its job cannot be started again."""
-    if environ.get("DLPROF_RUN"):
-        raise DlprofError(f"this already runs under dlprof, which records into {environ['DLPROF_RUN']}")
+    refuse_inside(environ)
     run = open_run(path)
     if not run.recorded or not path.is_dir():
         raise DlprofError(f"{path}: no run that `dlprof wrap` or `dlprof run` recorded, so it cannot be run again")
@@ -469,6 +472,52 @@ def prepared(path: Path, result: Result, options: Options, environ: Mapping[str,
     return Trial(run, job, chosen, steps, least_s, options, not_copied, run_s)
 
 
+@dataclass
+class LossComparison:
+    """Compares the losses with settings to those of the job without, running it by a copy of a trial's runner.
+
+    As far as edits make the settings, the run has these, so that they are tested, too.
+    """
+
+    runner: Runner
+    why: dict[str, None] = field(default_factory=dict)  # why runs failed
+    _plain: list[Losses] = field(default_factory=list)  # of two seeds
+
+    def __call__(self, settings: Mapping[str, Value], limit_s: float) -> Compared:
+        """Return the verdict; "" if a run fails, or there is no time for all of them."""
+        until = time.monotonic() + limit_s
+        for seed in range(len(self._plain), 2):
+            if (found := self._losses({}, seed, until)) is None:
+                return ""
+            self._plain.append(found)
+        changed = self._losses(settings, 0, until)
+        return "" if changed is None else compared(self._plain[0], changed, self._plain[1])
+
+    def _losses(self, settings: Mapping[str, Value], seed: int, until: float) -> Losses | None:
+        folder = self.runner.folder / "losses"
+        folder.mkdir(exist_ok=True)
+        kept = folder / "kept"
+        recording = (*QUICK, "--losses", str(seed))
+        once = dataclasses.replace(
+            self.runner,
+            folder=folder,
+            recording=recording,
+            keep=kept,
+            steps=min(self.runner.steps, MOST_LOSSES),
+            seconds=0.0,
+            may_be_the_same=True,
+            edits=self.runner.copy,
+        )
+        try:
+            done = once(settings, max(until - time.monotonic(), 0.0))
+            if isinstance(done, Failed):
+                self.why[f"losses were not compared: {done.why}"] = None
+                return None
+            return losses_of(kept)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def tried(
     trial: Trial, stopped: Callable[[], bool], tell: Callable[[Attempt | float], None] = lambda _found: None
 ) -> Tried:
@@ -496,7 +545,7 @@ def tried(
         patch_of=trial.patch_of,
     )
 
-    losses = Comparison(runner)
+    losses = LossComparison(runner)
 
     def result() -> Tried:
         wrote = [f"a run wrote into {path}, which its copy of the folder only links to" for path in runner.linked]
@@ -539,20 +588,15 @@ def tried(
 # Starting a run takes five to ten seconds: a shorter window would spend most of the time on that.
 WINDOW_S = 8.0
 
-
 LEAST_STEPS, MOST_STEPS = 30, 2_000
-
 
 # Steps that a change makes much shorter must take this long in total, too.
 LEAST_S = 2.0
 
-
 FEWEST_STEPS = 8  # if steps are so long that no more fit
-
 
 # A window takes at most this share of the time, or too few runs would fit.
 SHARE = 1 / 16
-
 
 # Whole epochs are counted after the warm-up: this many steps of epochs contain two whole ones.
 EPOCHS = 3.2
@@ -568,3 +612,55 @@ def steps_of_window(step_ns: float | None, epoch: int | None, seconds: float) ->
         whole = math.ceil(EPOCHS * epoch)
         wanted = max(wanted, whole) if whole <= most else wanted
     return min(wanted, most)
+
+
+@dataclass(frozen=True)
+class Fix:
+    """The patch, the lines that it changes ("train.py:14"), and what to do besides, a sentence each."""
+
+    patch: Patch
+    words: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+
+
+def fixed(trial: Trial, result: Result, found: Tried) -> Fix:
+    """Return how to keep the best that a trial found. What an edit was seen not to make is left to words."""
+    settings = found.best.settings if found.best else {}
+    patch = trial.patch_of({name: value for name, value in settings.items() if name not in found.no_effect})
+    left = {name: value for name, value in settings.items() if name not in made_by(patch, settings)}
+    left |= {name: settings[name] for name in found.no_effect if name in settings}
+    return Fix(patch, tuple(_by_hand_words(left, patch, result)), tuple(_lines(patch.text)))
+
+
+def _by_hand_words(settings: Mapping[str, Value], patch: Patch, result: Result) -> Iterator[str]:
+    why = {name: why for names, _, why in patch.left_out for name in names.split(", ")}
+    changes = [p.change for p in result.changes] + [c for o in result.found for c in o.changes]
+    said: dict[str, list[str]] = {}
+    for name, value in settings.items():
+        group, _, setting = name.partition(".")
+        if group == "env":
+            yield f"{setting}={value} before the command"
+            continue
+        if is_line(setting):
+            text = next((c.text for c in changes if setting in {s.name for s in c.settings}), setting)
+            yield f"{text} ({why.get(setting, 'the edit was not seen to take effect')})"
+            continue
+        change = next((c for c in changes if (named(c) or {}).get(name) == str(value)), None)
+        because = f" (no edit makes it: {why[setting]})" if setting in why else ""
+        said.setdefault(f"{change.text if change else f'{name}={value}'}{because}", []).append(f"--set {name}={value}")
+    for text, words in said.items():
+        yield f"{text}; until then: dlprof wrap {' '.join(words)}"
+
+
+def _lines(patch: str) -> Iterator[str]:
+    """Yield the lines that a patch puts in, by the numbers that they then have."""
+    file, number = "", 0
+    for line in patch.split("\n"):
+        if line.startswith("+++ b/"):
+            file = line[6:].rstrip("\t")
+        elif begins := re.match(r"@@ -\d+(?:,\d+)? \+(\d+)", line):
+            number = int(begins[1])
+        elif line[:1] in ("+", " "):
+            if line[0] == "+":
+                yield f"{file}:{number}"
+            number += 1

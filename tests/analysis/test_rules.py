@@ -20,10 +20,9 @@ READ_OTHERS = {
     "formatting.py",
     "html.py",
     "idioms.py",
-    "in_model.py",
+    "modules.py",
     "screen.py",
     "settings.py",
-    "sharing.py",
 }
 
 

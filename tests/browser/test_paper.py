@@ -24,7 +24,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
-from dlprof.report.compare import page as compare_page
+from dlprof.report import comparison
 from dlprof.result import Result
 from tests.fixtures import comparisons, results
 from tests.fixtures.browsers import NEEDS_BROWSER, Open
@@ -246,7 +246,7 @@ def test_nothing_is_cut_on_a_narrow_screen_without_a_hint(opened: Open, name: st
 
 def test_a_table_that_goes_on_to_the_right_says_so_until_its_end(browser: webdriver.Chrome, tmp_path: Path) -> None:
     page = tmp_path / "compare.html"
-    page.write_text(compare_page.render(comparisons.ALL["large"]()), encoding="utf-8", newline="\n")
+    page.write_text(comparison.page(comparisons.ALL["large"]()), encoding="utf-8", newline="\n")
     browser.get(page.as_uri())
     with screen(browser, 390):
         wide = cut(browser, "right")

@@ -17,8 +17,7 @@ from benchmarks.reports import PLOTLY, sharing
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
-from dlprof.report import brief, html, notebook
-from dlprof.report.compare import page as compare_page
+from dlprof.report import brief, comparison, html
 from dlprof.report.figures import drawing
 from tests.browser.test_exports import PERFETTO, ROWS, served
 from tests.fixtures import comparisons, hosts, results, runs, traces
@@ -330,7 +329,7 @@ def test_print_is_on_paper_whatever_the_screen_shows(opened: Open) -> None:
 
 def show_comparison(browser: webdriver.Chrome, folder: Path, name: str, theme: str = "light") -> None:
     page = folder / "compare.html"
-    page.write_text(compare_page.render(comparisons.ALL[name]()), encoding="utf-8", newline="\n")
+    page.write_text(comparison.page(comparisons.ALL[name]()), encoding="utf-8", newline="\n")
     features = [{"name": "prefers-color-scheme", "value": theme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     log(browser, "browser")
@@ -369,7 +368,7 @@ def test_nothing_is_wider_than_the_screen(browser: webdriver.Chrome, tmp_path: P
 
 def test_in_a_notebook_the_page_draws_every_figure_in_its_frame(browser: webdriver.Chrome, tmp_path: Path) -> None:
     path = tmp_path / "notebook.html"
-    path.write_text(f"<!doctype html><meta charset='utf-8'>{notebook.page(results.ALL['ddp']())}", encoding="utf-8")
+    path.write_text(f"<!doctype html><meta charset='utf-8'>{html.framed(results.ALL['ddp']())}", encoding="utf-8")
     log(browser, "browser")
     browser.get(path.as_uri())
     browser.switch_to.frame(browser.find_element(By.TAG_NAME, "iframe"))

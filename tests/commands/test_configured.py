@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from dlprof.commands import configured
+from dlprof.cli import cli
+from dlprof.commands import configured, doctor
+from dlprof.errors import DlprofError
 from tests.fixtures.jobs import DLPROF, environment, launch
 
 
@@ -41,7 +45,6 @@ def test_a_job_is_recorded_as_the_nearest_file_says_unless_words_or_the_variable
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[tool.dlprof.wrap\n", "cannot be read"),
         ("[tool]\ndlprof = 3\n", "cannot be read"),
         (f"dlprof = {'[' * 5000}", "cannot be read"),
         ("[tool.dlprof]\nquiet = true\n", "options stand in tables such as [tool.dlprof.wrap]"),
@@ -52,6 +55,19 @@ def test_a_job_is_recorded_as_the_nearest_file_says_unless_words_or_the_variable
         ('[tool.dlprof.wrap]\nwindow = "soon"\n', "window: "),
         ('[tool.dlprof.wrap]\nout = "/"\n', "cannot set --out: it stands on the command line alone"),
         ("[tool.dlprof.wrap]\nhelp-all = true\n", "cannot set --help-all"),
+    ],
+)
+def test_what_is_wrong_in_a_file(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DlprofError, match=re.escape(said)):
+        configured.defaults("wrap")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[tool.dlprof.wrap\n", "cannot be read"),
         ('[tool.dlprof.wrap]\nset = ["torch.autocast=bf16"]\n', "--allow-numerics allows that"),
         ("[tool.dlprof.wrap]\nno-report = true\ntry = true\n", "--no-report makes none"),
     ],
@@ -79,16 +95,18 @@ def test_a_file_that_is_wrong_costs_a_line_and_the_job_runs(text: str, said: str
         ('[tool.dlprof.report]\ncache = "/"\n', "cannot set --cache"),
     ],
 )
-def test_other_commands_end_with_one_line(text: str, said: str, tmp_path: Path) -> None:
+def test_other_commands_end_with_one_line(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
-    done = launch([*DLPROF, "report", "."], tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["report", "."])
+    assert (done.exit_code, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"dlprof: {tmp_path}/pyproject.toml: [tool.dlprof.report] ")
     assert said in line
-    doctor = launch([*DLPROF, "doctor"], tmp_path, env=environment(PATH="")).stdout
-    assert said in doctor
-    assert launch([*DLPROF, "report", "--help"], tmp_path).returncode == 0
+    assert said in doctor._config().found
+    assert CliRunner().invoke(cli, ["report", "--help"]).exit_code == 0
 
 
 def test_the_file_of_a_folder_that_everybody_may_write_into_is_none_of_ours(

@@ -208,7 +208,7 @@ def killed_often(folder: Path, times: int) -> None:
 
 
 def test_the_job_survives_our_death(tmp_path: Path) -> None:
-    killed_often(tmp_path, 4)
+    killed_often(tmp_path, 2)
 
 
 @pytest.mark.slow

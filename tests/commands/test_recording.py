@@ -151,17 +151,13 @@ def test_elsewhere_a_tenth_of_the_work_is_a_line() -> None:
     assert lines[-1].startswith("read 100 of 100 ranks")
 
 
-def test_one_rank_is_no_long_work_in_a_log() -> None:
-    stream = io.StringIO()
-    Progress(stream=stream)(Done(1, 1))
-    assert stream.getvalue() == ""
-
-
-def test_quiet_is_quiet() -> None:
-    stream = Terminal()
-    with Progress(stream=stream, quiet=True) as progress:
-        progress(HALF)
-    assert stream.getvalue() == ""
+def test_one_rank_is_no_long_work_in_a_log_and_quiet_is_quiet() -> None:
+    for stream, done, quiet in ((io.StringIO(), Done(1, 1), False), (Terminal(), HALF, True)):
+        with Progress(stream=stream, quiet=quiet) as progress:
+            progress(done)
+            if quiet:
+                progress.tell("nothing")
+        assert stream.getvalue() == ""
 
 
 def test_a_line_that_stays_takes_the_place_of_the_one_that_goes() -> None:
@@ -170,6 +166,3 @@ def test_a_line_that_stays_takes_the_place_of_the_one_that_goes() -> None:
     progress(HALF)
     progress.tell("2 ranks\x1b are read again")
     assert stream.getvalue().endswith("\r2 ranks\\x1b are read again\n")
-    quiet = io.StringIO()
-    Progress(quiet=True, stream=quiet).tell("nothing")
-    assert quiet.getvalue() == ""

@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from dlprof.cli import cli
 from dlprof.commands.run import constant, count_gpus
 from tests.fixtures.jobs import DLPROF, environment, launch
 
@@ -50,20 +52,26 @@ def test_two_cpu_ranks_with_a_fault_and_arguments(tmp_path: Path) -> None:
         (["tells.py", "--procs", "1"], "tells needs nowhere_at_all: pip install it"),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_starts(given: list[str], says: str, tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_before_anything_starts(
+    given: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "tells.py").write_text('NEEDS = {"json": "", "nowhere_at_all": "pip install it"}\n' + WORKLOAD)
-    done = launch([*DLPROF, "run", *given], tmp_path)
-    assert done.returncode == 2
+    done = CliRunner().invoke(cli, ["run", *given])
+    assert done.exit_code == 2
     assert len(done.stderr.splitlines()) == 1
     assert says in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["tells.py"]
 
 
-def test_the_list_tells_of_every_workload_and_of_every_fault_its_rule(tmp_path: Path) -> None:
+def test_the_list_tells_of_every_workload_and_of_every_fault_its_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "workloads").mkdir()
     (tmp_path / "workloads/mine.py").write_text('"""Train mine, well, or not."""\nFAULTS = {"late": "input_wait"}\n')
-    done = launch([*DLPROF, "run", "--list"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(cli, ["run", "--list"])
+    assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "mine: Train mine" in lines
     assert "ddp_resnet: Train a ResNet, VGG-19 or AlexNet on pictures with DistributedDataParallel" in lines

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from dlprof import nsys
+from dlprof.cli import cli
 from dlprof.commands.wrap import missing_script, name_of
 from tests.fixtures.jobs import DLPROF, environment, facts, launch, until
 
@@ -35,8 +37,8 @@ def test_nothing_after_the_scripts_name_is_ours(given: list[str], tmp_path: Path
 
 
 def test_a_window_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
-    done = launch([*DLPROF, "wrap", "--window", "1,2", "--", "touch", "started"], tmp_path)
-    assert done.returncode == 2
+    done = CliRunner().invoke(cli, ["wrap", "--window", "1,2", "--", "touch", str(tmp_path / "started")])
+    assert done.exit_code == 2
     assert not (tmp_path / "started").exists()
 
 
@@ -211,8 +213,11 @@ def test_a_script_that_does_not_exist_is_refused_before_anything_begins(
 
 
 @pytest.mark.parametrize("command", ["wrap", "fix"])
-def test_the_refusal_is_one_line_and_leaves_nothing(command: str, tmp_path: Path) -> None:
+def test_the_refusal_is_one_line_and_leaves_nothing(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "pyproject.toml").write_text("[tool.dlprof.wrap]\nquiet = true\n")
-    done = launch([*DLPROF, command, "nope.py"], tmp_path)
-    assert (done.returncode, done.stderr) == (2, "dlprof: there is no script nope.py\n")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, [command, "nope.py"])
+    assert (done.exit_code, done.stderr) == (2, "dlprof: there is no script nope.py\n")
     assert [path.name for path in tmp_path.iterdir()] == ["pyproject.toml"]

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from dlprof.live.doing import activity, doing, fetches, jobs, role_of
 from dlprof.live.gather import Call, disagreements, ranks_of, word_of
-from dlprof.live.look import Frame, Process, Thread, is_own
+from dlprof.live.look import Frame, Process, Thread, activity, doing, fetches, is_own, jobs, role_of
 from dlprof.live.standstill import Rank, Seen, standstill
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"

@@ -16,10 +16,8 @@ from dlprof.analysis.compare.predictions import CameTrue
 from dlprof.analysis.scaling.predictions import studied
 from dlprof.analysis.scaling.study import sizes
 from dlprof.files import compact
-from dlprof.report.compare import page as compare_page
-from dlprof.report.compare import scale, summary, sweep
-from dlprof.report.compare import text as compare_text
-from dlprof.report.compare.summary import Summary, page, text
+from dlprof.report import comparison, studies
+from dlprof.report.summary import Summary, answers_json, ladder_json, of_answers, of_ladder, page, rate, text, times
 from dlprof.report.terminal import columns
 from dlprof.result import Fact, Panel, Result
 from dlprof.result.figures import Throughput
@@ -41,15 +39,15 @@ def plain(text: str) -> str:
 def test_the_lines_of_a_comparison_fit_and_nothing_in_them_acts(name: str) -> None:
     made = comparisons.ALL[name]()
     for width in (40, 80, 110):
-        assert max(map(columns, compare_text.render(made, width).split("\n"))) <= width
-    said = compare_text.render(made, 100)
-    assert re.sub(r"\x1b\[[0-9;]*m", "", compare_text.render(made, 100, colour=True)) == said
+        assert max(map(columns, comparison.text(made, width).split("\n"))) <= width
+    said = comparison.text(made, 100)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", comparison.text(made, 100, colour=True)) == said
     assert {c for c in said if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} <= {"\n"}
 
 
 @pytest.mark.parametrize("name", comparisons.ALL)
 def test_the_page_of_a_comparison_runs_nothing_fetches_nothing_and_is_small(name: str) -> None:
-    made = compare_page.render(comparisons.ALL[name]())
+    made = comparison.page(comparisons.ALL[name]())
     found = Page(made)
     ids = {a["id"] for _, a in found.elements if "id" in a}
     assert not {"script", "link", "img", "iframe", "object", "embed", "form", "base"} & {t for t, _ in found.elements}
@@ -57,15 +55,15 @@ def test_the_page_of_a_comparison_runs_nothing_fetches_nothing_and_is_small(name
         assert not {k for k in attributes if k.startswith("on")} | {"src", "srcset", "data", "action"} & set(attributes)
         assert (attributes.get("href") or "#").removeprefix("#") in {*ids, ""}
     (policy,) = (a["content"] for a in found.of("meta") if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy == compare_page.POLICY
-    assert "script-src" not in compare_page.POLICY
+    assert policy == comparison.POLICY
+    assert "script-src" not in comparison.POLICY
     assert len(made.encode()) < 200_000
     assert (found.headings[0], found.headings.count(1)) == (1, 1)
     assert all(b - a <= 1 for a, b in pairwise(found.headings))
 
 
 def test_verdict_and_prediction_come_first_then_findings_and_settings() -> None:
-    said = compare_text.render(comparisons.fixed(), 200)
+    said = comparison.text(comparisons.fixed(), 200)
     lines = [line.strip() for line in said.split("\n")]
     assert [line[:3] for line in lines[:2]] == ["A  ", "B  "]
     assert lines[3] == "B is 1.25 × faster: a step takes 171.7 ms instead of 214.6 ms."
@@ -78,7 +76,7 @@ def test_verdict_and_prediction_come_first_then_findings_and_settings() -> None:
 
 
 def test_the_page_has_bars_of_both_runs_on_one_scale() -> None:
-    made = compare_page.render(comparisons.fixed())
+    made = comparison.page(comparisons.fixed())
     stacks = re.findall(r'<span class="stack">(.*?)</span>', made, re.DOTALL)
     widths = [sum(float(w) for w in re.findall(r"width:([0-9.]+)%", stack)) for stack in stacks]
     assert len(widths) == 2 + 2 * 4
@@ -86,7 +84,7 @@ def test_the_page_has_bars_of_both_runs_on_one_scale() -> None:
     words = plain(Page(made).text)
     for part in ("B is 1.25 × faster", "Predicted 148.6 ms for num_workers 2 → 6, measured 171.7 ms", "aten::mm"):
         assert part in words
-    empty = {a.get("id") for _, a in Page(compare_page.render(comparisons.ALL["empty"]())).elements}
+    empty = {a.get("id") for _, a in Page(comparison.page(comparisons.ALL["empty"]())).elements}
     assert not {"where", "prediction"} & empty
 
 
@@ -99,7 +97,7 @@ def test_the_page_has_bars_of_both_runs_on_one_scale() -> None:
     ],
 )
 def test_runs_that_do_not_differ_or_cannot_be_compared(name: str, words: str) -> None:
-    assert words in compare_text.render(comparisons.ALL[name](), 400)
+    assert words in comparison.text(comparisons.ALL[name](), 400)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +114,7 @@ def test_what_became_of_a_prediction(reached: float, verdict: CameTrue, slower: 
     assert c.prediction is not None
     assert c.step is not None
     step = with_fields(c.step, a_ns=c.step.b_ns, b_ns=c.step.a_ns) if slower else c.step
-    said = plain(compare_text.came_true(with_fields(c.prediction, reached=reached, verdict=verdict), step))
+    said = plain(comparison.came_true(with_fields(c.prediction, reached=reached, verdict=verdict), step))
     assert words in said
     assert ("of the gain" in said) == ("of the gain" in words)
 
@@ -179,30 +177,30 @@ def at(step: float, workers: str, power: float | None = None) -> Result:
 
 def test_a_ladder_has_its_whole_gain_and_its_largest_step() -> None:
     made = ladder([("a", at(200, "0")), ("b", at(100, "2")), ("c", at(80, "4"))], [("d", "broken")])
-    s = compare_page.summary(made)
+    s = of_ladder(made)
     assert plain(s.headline) == "The last run is 2.50 × as fast as the first: 160 → 400 samples a second."
     assert plain(s.second) == "The largest gain is 2.00 × by b (num workers 0 → 2)."
     assert (s.notices, s.good) == (("d is left out: broken",), False)
     assert "2 GB" in text(s, 110)
     assert "num workers 2 → 4" in text(s, 110)
     assert "samples a second" in page(s)
-    json.loads(compact(compare_page.to_json(made)))
+    json.loads(compact(ladder_json(made)))
 
 
 def test_a_ladder_of_a_loss_of_noise_and_of_one_run() -> None:
-    worse = compare_page.summary(ladder([("a", at(100, "0", 160.0)), ("b", at(150, "2", 160.0))]))
+    worse = of_ladder(ladder([("a", at(100, "0", 160.0)), ("b", at(150, "2", 160.0))]))
     assert "takes 1.50" in worse.headline
     assert "cost" in worse.second
     assert [row[6] for row in worse.table.rows] == [0.5, 0.75]  # 160 W over so many samples a second, in J a sample
     noise = ladder([("a", at(100, "0")), ("b", at(100.2, "2"))])
-    assert "nothing changed beyond noise" in compare_page.summary(noise).headline
-    assert "(noise)" in compare_page.times(noise.rungs[1].before)
-    assert compare_page.times(None) == ""
-    one = compare_page.summary(ladder([("a", at(100, "0"))]))
+    assert "nothing changed beyond noise" in of_ladder(noise).headline
+    assert "(noise)" in times(noise.rungs[1].before)
+    assert times(None) == ""
+    one = of_ladder(ladder([("a", at(100, "0"))]))
     assert ("Fewer than two" in one.headline, one.table.rows) == (True, ())
-    rates = [compare_page.rate(at(100, "0"), unit) for unit in ("samples", "steps")]
+    rates = [rate(at(100, "0"), unit) for unit in ("samples", "steps")]
     assert rates == [320, 10]
-    assert compare_page.rate(replace(at(100, "0"), window=None), "steps") is None
+    assert rate(replace(at(100, "0"), window=None), "steps") is None
 
 
 # Scaling.
@@ -211,7 +209,7 @@ STUDY = studied("train.py", sizes(named(a=weak(1), b=weak(2), c=weak(4), d=weak(
 
 
 def test_a_scaling_study_has_its_efficiency_what_grows_and_a_prediction() -> None:
-    shown = text(scale.summary(STUDY), 110)
+    shown = text(studies.of_study(STUDY), 110)
     for part in (
         "8 ranks do",
         "the samples a second of 1: an efficiency of",
@@ -222,11 +220,11 @@ def test_a_scaling_study_has_its_efficiency_what_grows_and_a_prediction() -> Non
         "On 64 ranks",
     ):
         assert part in shown
-    first = scale.first_prediction(STUDY)
+    first = studies.first_prediction(STUDY)
     assert first is not None
     assert first.ranks == 64  # no further than accuracy was measured
     assert {p.ranks for p in STUDY.predictions} >= {16, 4096}
-    assert "plotly" in page(scale.summary(STUDY))
+    assert "plotly" in page(studies.of_study(STUDY))
     data = json.loads(compact(to_json(STUDY)))
     assert (data["format"], [s["ranks"] for s in data["sizes"]]) == (1, [1, 2, 4, 8])
     assert data["sizes"][0]["step_ns"] == pytest.approx(100 * MS, rel=0.01)
@@ -234,13 +232,13 @@ def test_a_scaling_study_has_its_efficiency_what_grows_and_a_prediction() -> Non
 
 def test_scaling_of_a_shared_batch_of_one_size_and_without_samples() -> None:
     shared = studied("job", sizes(named(a=scaling.at(1, 100, 64), b=scaling.at(2, 50, 64))))
-    assert scale.growth(shared) == pytest.approx({"computation": 0.0})
-    assert "No part of the step grows" in text(scale.summary(shared), 110)
-    one = text(scale.summary(studied("job", sizes(named(a=weak(2)), [("broken", "cannot be read")]))), 110)
+    assert studies.growth(shared) == pytest.approx({"computation": 0.0})
+    assert "No part of the step grows" in text(studies.of_study(shared), 110)
+    one = text(studies.of_study(studied("job", sizes(named(a=weak(2)), [("broken", "cannot be read")]))), 110)
     for part in ("One size is no scaling", "broken is left out: cannot be read", "Nothing is predicted: one size"):
         assert part in one
     bare = studied("job", sizes(named(a=scaling.at(1, 100, 0), b=scaling.at(2, 125, 0))))
-    assert "work a second" in text(scale.summary(bare), 110)
+    assert "work a second" in text(studies.of_study(bare), 110)
 
 
 # Sweeps.
@@ -259,29 +257,29 @@ CURVE = swept({"0": 100.0, "1": 190.0, "2": 297.0, "4": 300.0, "8": None})
 
 
 def test_a_sweep_has_its_best_point_its_knee_and_what_was_predicted() -> None:
-    s = sweep.summary(CURVE)
+    s = studies.of_sweep(CURVE)
     assert plain(s.headline) == "w=4 is the best: 300 samples a second, 3.00 × (3.00 to 3.00) those of w=0."
     assert "The knee is w=2" in s.second
     assert s.notices == ("w=8 is left out: it died",)
-    found = sweep.knee(CURVE)
+    found = studies.knee(CURVE)
     assert found is not None
     assert found.values == {"w": "2"}
     assert "it died" in text(s, 110)
     points = tuple(replace(p, predicted_ns=1.1e8 if p.readings else None) for p in CURVE.points)
-    (panel,) = sweep.summary(replace(CURVE, points=points)).panels
+    (panel,) = studies.of_sweep(replace(CURVE, points=points)).panels
     assert panel.columns == ("w", "measured", "predicted")
     assert panel.rows[0][1:] == (100.0, 1e9 * 10 / 1.1e8)
 
 
 def test_a_sweep_without_gain_without_points_or_cut_short() -> None:
-    assert sweep.summary(swept({"0": 100.0, "1": 101.0})).headline.startswith("Nothing to gain")
-    assert sweep.summary(swept({"0": None})).headline == "No point was measured."
-    assert sweep.knee(swept({"0": None})) is None
-    assert "No point" in page(sweep.summary(swept({"0": None})))
-    assert "it goes on" in sweep.summary(swept({"0": 100.0}, state="interrupted")).notices[0]
-    assert "the time was up" in sweep.summary(swept({"0": 100.0}, state="out_of_time")).notices[0]
+    assert studies.of_sweep(swept({"0": 100.0, "1": 101.0})).headline.startswith("Nothing to gain")
+    assert studies.of_sweep(swept({"0": None})).headline == "No point was measured."
+    assert studies.knee(swept({"0": None})) is None
+    assert "No point" in page(studies.of_sweep(swept({"0": None})))
+    assert "it goes on" in studies.of_sweep(swept({"0": 100.0}, state="interrupted")).notices[0]
+    assert "the time was up" in studies.of_sweep(swept({"0": 100.0}, state="out_of_time")).notices[0]
     points = tuple(Point({"size": n}, (Reading(1e8 * int(n)),)) for n in "12")
-    unlike = sweep.summary(Sweep(("t",), (Axis("size", ("1", "2")),), points, 1, 30, "complete"))
+    unlike = studies.of_sweep(Sweep(("t",), (Axis("size", ("1", "2")),), points, 1, 30, "complete"))
     assert any("How many samples" in n for n in unlike.notices)
 
 
@@ -305,7 +303,7 @@ def test_a_best_point_within_its_noise_is_no_best_point(
     readings: dict[str, list[float]], headline: str, second: str
 ) -> None:
     points = tuple(Point({"w": n}, tuple(Reading(1e6 * ms, 10.0) for ms in of)) for n, of in readings.items())
-    s = sweep.summary(replace(CURVE, points=points))
+    s = studies.of_sweep(replace(CURVE, points=points))
     said = plain(s.headline)
     assert (said.startswith(headline), second in s.second) == (True, True), (said, s.second)
 
@@ -313,10 +311,10 @@ def test_a_best_point_within_its_noise_is_no_best_point(
 def test_a_second_axis_has_a_line_a_value_and_a_third_makes_bars() -> None:
     axes = (Axis("a.x", ("0", "1")), Axis("b.y", ("0", "1")))
     points = tuple(Point({"a.x": x, "b.y": y}, (Reading(1e8 + int(x) * 1e7),)) for x in "01" for y in "01")
-    (panel,) = sweep.summary(Sweep(("train.py",), axes, points, 1, 30, "complete")).panels
+    (panel,) = studies.of_sweep(Sweep(("train.py",), axes, points, 1, 30, "complete")).panels
     assert (panel.columns, len(panel.rows)) == (("a.x", "b.y=0", "b.y=1"), 2)
     points = tuple(replace(p, values={**p.values, "c.z": "0"}) for p in points)
-    assert sweep.summary(Sweep(("t",), (*axes, Axis("c.z", ("0",))), points, 1, 30)).panels[0].shape == "bars"
+    assert studies.of_sweep(Sweep(("t",), (*axes, Axis("c.z", ("0",))), points, 1, 30)).panels[0].shape == "bars"
 
 
 # What if.
@@ -335,13 +333,13 @@ RATE = Throughput(320.0, None, 32.0, "loader")
     ],
 )
 def test_one_change(step: float, rate: Throughput | None, words: str) -> None:
-    assert words in text(summary.summary("run", Answers(100 * MS, (Answer(("x",), step * MS),), None, rate)), 110)
+    assert words in text(of_answers("run", Answers(100 * MS, (Answer(("x",), step * MS),), None, rate)), 110)
 
 
 def test_changes_together_and_what_is_not_known() -> None:
     alone = (Answer(("workers 4",), 80 * MS, unknown=("who knows",)), Answer(("microbatches 8",), None, "no pipeline"))
     answers = Answers(100 * MS, alone, Answer(("workers 4", "microbatches 8"), None, "no pipeline"), RATE)
-    said = text(summary.summary("run", answers), 110)
+    said = text(of_answers("run", answers), 110)
     for part in ("workers 4 and microbatches 8 would give is not known: no pipeline", "all together", "who knows"):
         assert part in said
-    assert json.loads(compact(summary.to_json(answers)))["together"]["why"] == "no pipeline"
+    assert json.loads(compact(answers_json(answers)))["together"]["why"] == "no pipeline"

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from dlprof.plain import NBSP
 from dlprof.report import html, looks, terminal
-from dlprof.report.figures import drawing, members, memory, modules, parts, shapes
+from dlprof.report.figures import drawing, memory, modules, ranks, shapes
 from dlprof.result import Blame, Panel, Result, RunInfo, TimePart
 from dlprof.result.figures import DeviceMemory, Footprint, Member, MemoryChange, MemoryPart, ModuleMemory, Modules
 from dlprof.units import UNKNOWN
@@ -37,7 +37,7 @@ def cells(table: drawing.Table, *rows: int) -> list[list[str]]:
 
 
 def every_figure(result: Result) -> list[drawing.Figure]:
-    drawn = [f for f in (parts.stack(result), parts.blame(result)) if f]
+    drawn = [f for f in (ranks.stack(result), ranks.blame(result)) if f]
     drawn += [shapes.panel(p) for p in (*(o.evidence for o in result.found if o.evidence), *result.panels)]
     return [f for f in drawn if f.spec]
 
@@ -287,7 +287,7 @@ def test_arrows_lead_from_lane_to_lane_and_are_in_the_table() -> None:
 
 
 def test_the_stack_holds_each_rank_and_its_parts_add_up_to_the_step() -> None:
-    figure = parts.stack(results.ddp())
+    figure = ranks.stack(results.ddp())
     traces = spec(figure)["data"]
     assert figure is not None
     drawn = ("computation", "communication", "waiting", "copy", "input_wait", "checkpoint", "host", "other")
@@ -302,11 +302,11 @@ def test_the_stack_holds_each_rank_and_its_parts_add_up_to_the_step() -> None:
     assert "all of it for rank 1" in waiting["hovertext"][0]
     assert figure.table.columns[1:4] == ("Computation", "Communication", "of it waiting")
     assert len({len(row) for row in figure.table.rows} | {len(figure.table.columns), len(figure.table.numeric)}) == 1
-    assert parts.stack(results.empty()) is None
+    assert ranks.stack(results.empty()) is None
 
 
 def test_a_part_too_short_to_be_seen_is_in_the_table_and_not_in_the_legend() -> None:
-    figure = parts.stack(
+    figure = ranks.stack(
         replace(results.ddp(), time=(*results.ddp().time, TimePart(0, "compilation", 0.1 * MS, 0.0005)))
     )
     assert figure is not None
@@ -314,30 +314,30 @@ def test_a_part_too_short_to_be_seen_is_in_the_table_and_not_in_the_legend() -> 
     assert "Compilation" in figure.table.columns
 
 
-@pytest.mark.parametrize("ranks", [16, 17, 128, 129, 1000])
-def test_the_stack_stays_readable_for_any_number_of_ranks(ranks: int) -> None:
-    figure = parts.stack(results.many(ranks))
+@pytest.mark.parametrize("count", [16, 17, 128, 129, 1000])
+def test_the_stack_stays_readable_for_any_number_of_ranks(count: int) -> None:
+    figure = ranks.stack(results.many(count))
     drawn = spec(figure)
     assert figure is not None
-    assert len(drawn["data"][0]["x"]) <= parts.SINGLE_RANKS
+    assert len(drawn["data"][0]["x"]) <= ranks.SINGLE_RANKS
     assert drawn["layout"]["height"] <= 1000
     assert len(drawn["layout"]["yaxis"]["tickvals"]) <= 30
-    assert bool(figure.note) == (ranks > parts.SINGLE_RANKS)
-    if ranks > parts.SINGLE_RANKS:  # the slow one still has its own bar
+    assert bool(figure.note) == (count > ranks.SINGLE_RANKS)
+    if count > ranks.SINGLE_RANKS:  # the slow one still has its own bar
         assert drawn["layout"]["yaxis"]["ticktext"][0] == "rank 37"
         assert drawn["data"][0]["x"][0] == pytest.approx(0.9 * 512)
 
 
 def test_the_device_table_starts_with_the_mean_and_its_parts_are_shares_of_the_span() -> None:
-    table = parts.device(results.ddp())
+    table = ranks.device(results.ddp())
     assert table is not None
     assert [row[0] for row in table.rows] == ["mean", "0", "1", "2", "3"]
     assert cells(table, 2)[0][3].endswith("· 4.0 %")
-    assert parts.device(results.healthy()) is None
+    assert ranks.device(results.healthy()) is None
 
 
 def test_the_rank_that_others_wait_for_is_drawn_with_what_made_it_late() -> None:
-    figure = parts.blame(results.ddp())
+    figure = ranks.blame(results.ddp())
     drawn = spec(figure)
     assert figure is not None
     assert figure.legend == ("computation", "input_wait")
@@ -350,12 +350,12 @@ def test_the_rank_that_others_wait_for_is_drawn_with_what_made_it_late() -> None
 def test_of_hundreds_of_late_ranks_the_worst_are_drawn_and_short_waits_are_not() -> None:
     pairs = ((rank, culprit) for rank in range(256) for culprit in range(40) if rank != culprit)
     made = replace(results.many(256), blame=tuple(Blame(r, c, "host", (c + 1) * MS, 0.1) for r, c in pairs))
-    figure = parts.blame(made)
+    figure = ranks.blame(made)
     assert spec(figure)["layout"]["yaxis"]["ticktext"] == [f"rank {c}" for c in range(39, 31, -1)]
     assert figure is not None
     assert figure.note
-    assert parts.blame(replace(made, blame=tuple(replace(b, ns=1.0) for b in made.blame))) is None
-    assert parts.blame(replace(made, blame=())) is None
+    assert ranks.blame(replace(made, blame=tuple(replace(b, ns=1.0) for b in made.blame))) is None
+    assert ranks.blame(replace(made, blame=())) is None
 
 
 # Many ranks.
@@ -381,8 +381,8 @@ def many() -> Result:
 
 
 @pytest.fixture(scope="module")
-def of_many(many: Result) -> members.Many:
-    shown = members.shown(many)
+def of_many(many: Result) -> ranks.Many:
+    shown = ranks.many(many)
     assert shown is not None
     return shown
 
@@ -391,20 +391,20 @@ def test_the_page_of_many_ranks_is_small_and_that_of_few_has_no_groups(many: Res
     page = html.render(many)
     assert len(page.encode()) < 2_000_000
     assert f'<th scope="row">rank {SLOW}</th>' in page
-    assert members.shown(results.ddp()) is None
+    assert ranks.many(results.ddp()) is None
     assert "Groups of like ranks" in page
     assert "Groups of like ranks" not in html.render(results.ddp())
 
 
-def test_groups_hold_all_ranks_but_those_that_stand_out(many: Result, of_many: members.Many) -> None:
+def test_groups_hold_all_ranks_but_those_that_stand_out(many: Result, of_many: ranks.Many) -> None:
     assert [row[:3] for row in of_many.groups.rows] == [("stage 0", "511", "128"), ("stage 1", "512", "128")]
     assert of_many.unlike is not None
     assert [row[:4] for row in of_many.unlike.rows] == [(f"rank {SLOW}", "node-43", "stage 0", "more computation")]
-    labels = spec(parts.stack(many))["layout"]["yaxis"]["ticktext"]
+    labels = spec(ranks.stack(many))["layout"]["yaxis"]["ticktext"]
     assert labels == [f"rank {SLOW}", f"stage 0 · 511{NBSP}ranks", f"stage 1 · 512{NBSP}ranks"]
 
 
-def test_the_heat_map_covers_every_rank_in_each_row_and_joins_like_ones(of_many: members.Many) -> None:
+def test_the_heat_map_covers_every_rank_in_each_row_and_joins_like_ones(of_many: ranks.Many) -> None:
     drawn = spec(of_many.by_category)
     (trace,) = drawn["data"]
     for row in (0, 1):
@@ -417,14 +417,14 @@ def test_the_heat_map_covers_every_rank_in_each_row_and_joins_like_ones(of_many:
     assert len(json.dumps(drawn)) < 20_000
 
 
-def test_waits_between_many_ranks_are_shown_by_host(many: Result, of_many: members.Many) -> None:
+def test_waits_between_many_ranks_are_shown_by_host(many: Result, of_many: ranks.Many) -> None:
     drawn = spec(of_many.by_pair)
     assert drawn["layout"]["xaxis"]["ticktext"] == ["node-43"]
     (trace,) = drawn["data"]
     # Half of each host's ranks wait 60 of 214.6 ms; of the slow one's own host, three of eight do.
     assert sum(trace["y"]) == RANKS / HOST
     assert f"14{NBSP}% of the step for node-43" in trace["hovertext"][0]
-    nobody = members.shown(replace(many, blame=()))
+    nobody = ranks.many(replace(many, blame=()))
     assert nobody is not None
     assert nobody.by_pair is None
 

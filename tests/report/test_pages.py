@@ -20,7 +20,7 @@ from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.plain import NBSP
 from dlprof.read.run import open_run
-from dlprof.report import brief, html, looks, notebook, terminal, tried, tried_text
+from dlprof.report import brief, html, looks, terminal, tried
 from dlprof.result import CATEGORIES, Blame, Change, Fact, ForeignLoad, Outcome, Panel, Place, Result, RunInfo, TimePart
 from dlprof.result.tried import Attempt, Gain, Tried, Verdict
 from dlprof.trial.planning import named
@@ -453,14 +453,14 @@ def test_rules_are_not_clear_where_other_programs_used_the_cores() -> None:
 
 def test_a_cell_has_a_row_a_finding_in_escaped_text_and_warnings_as_a_list() -> None:
     found = Outcome("x", "found", "<script>", saving_ns=2e6, share=0.5, speedup=2.0, changes=(Change("do <b>"),))
-    page = notebook.render(Result(run=RunInfo("run"), window=None, outcomes=(found,)))
+    page = html.cell(Result(run=RunInfo("run"), window=None, outcomes=(found,)))
     assert (page.count("<tr>"), "<script" in page) == (2, False)
     assert all(text in page for text in ("&lt;script&gt;", "do &lt;b&gt;"))
-    cures, _, apart = notebook.render(results.training()).partition("<th>if the training may change</th>")
+    cures, _, apart = html.cell(results.training()).partition("<th>if the training may change</th>")
     assert (cures.count("<tr>"), apart.count("<tr>")) == (1 + 3 + 1, 1)
     assert ["batch_size=96" in part for part in (cures, apart)] == [False, True]
     assert "save every 70 steps (now every 7th one) (changes the training)" in cures
-    page = notebook.render(Result(run=RunInfo("run", warnings=("rank 1 is not here",)), window=None))
+    page = html.cell(Result(run=RunInfo("run", warnings=("rank 1 is not here",)), window=None))
     assert ("<li>rank 1 is not here</li>" in page, "<table>" in page) == (True, False)
 
 
@@ -545,7 +545,7 @@ def test_the_text_of_dlprof_try_begins_with_the_answer_fits_and_is_safe() -> Non
     odd = Attempt({"env.\x1b[31mODD": "\u202e"}, "not_counted", "the job ended with exit code 1: \x1b[2J" + "x" * 300)
     made = Tried("out_of_time", (WORKERS, odd), (WORKERS,), WORKERS, "", 7, 30, 100, ("it was recorded on node-1",))
     for width in (40, 80, 132):
-        text = tried_text.render(made, width)
+        text = terminal.trial(made, width)
         assert (max(map(len, text.splitlines())) <= width, acting(text)) == (True, set())
     lines = text.splitlines()
     assert lines[0].startswith("Tried: loader.num_workers=4: 1.41 × measured (1.38 to")
@@ -553,6 +553,6 @@ def test_the_text_of_dlprof_try_begins_with_the_answer_fits_and_is_safe() -> Non
     assert "  7 runs of 30 steps · 1.7 min · out of time" in lines
     assert {"  alone", "  together, against the best before"} <= set(lines)
     assert lines[-1] == "  ! it was recorded on node-1"
-    assert tried_text.render(replace(made, diff=DIFF), 80).endswith("\n" + DIFF)
-    nothing = tried_text.render(Tried("complete"), 80)
+    assert terminal.trial(replace(made, diff=DIFF), 80).endswith("\n" + DIFF)
+    nothing = terminal.trial(Tried("complete"), 80)
     assert nothing.splitlines() == ["Tried: nothing, as no change could be set from outside."]

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from dlprof.analysis.estimate import change
 from dlprof.plain import NBSP, plain
-from dlprof.report import first, formatting, html, in_model, logged, terminal, verdict
-from dlprof.report.figures import drawing, screen, shapes
-from dlprof.report.sharing import shareable
+from dlprof.report import first, formatting, html, terminal, verdict
+from dlprof.report.figures import drawing, modules, ranks, screen, shapes
 from dlprof.result import (
     Blame,
     Fact,
@@ -31,7 +30,7 @@ from dlprof.result import (
     Window,
 )
 from dlprof.result.figures import DeviceWork, GpuLog, InModule, Modules, Outside, Profile, WorkKind
-from dlprof.result.stored import to_json
+from dlprof.result.stored import shareable, to_json
 from dlprof.trial import planning
 from tests.fixtures import results
 from tests.fixtures.results import MS
@@ -79,10 +78,10 @@ def headline(result: Result) -> tuple[str, str]:
         (formatting.ranks, [7, 0, 1, 2, 3], "ranks 0–3, 7"),
         (formatting.ranks, [4, 5], "ranks 4, 5"),
         (formatting.ranks, [], ""),
-        (in_model.spelled, "stages.{1-3}.blocks.*.mlp", "stages.1–3.blocks.*.mlp"),
-        (in_model.spelled, "{0,2-5}.conv", "0,2–5.conv"),
-        (in_model.spelled, "{3-5,7-8,10-11}.layers.3", "3…11.layers.3"),
-        (in_model.spelled, "{not an index}", "{not an index}"),
+        (modules.spelled, "stages.{1-3}.blocks.*.mlp", "stages.1–3.blocks.*.mlp"),
+        (modules.spelled, "{0,2-5}.conv", "0,2–5.conv"),
+        (modules.spelled, "{3-5,7-8,10-11}.layers.3", "3…11.layers.3"),
+        (modules.spelled, "{not an index}", "{not an index}"),
     ],
 )
 def test_figures_are_written_in_units_that_suit_them(write: Callable[[Any], str], value: Any, written: str) -> None:
@@ -406,10 +405,10 @@ def test_the_headline_of_a_profile_or_a_log_of_gpus(one: Profile | GpuLog, parts
 
 
 def test_absurd_profiles_and_empty_logs_and_a_snapshot_beside_a_profile() -> None:
-    assert logged.of_logs(read(Profile("p", "t", "ns", 1.0, "f", "", 0, 7.0))) is None
-    assert logged.of_logs(read()) is None
-    assert logged.of_logs(read(GpuLog("x", 0, 0.0, memory_used_bytes=9e9, memory_total_bytes=1e9))) is not None
-    assert "400" in logged.described(read(PROFILE, GPU))
+    assert verdict.of_logs(read(Profile("p", "t", "ns", 1.0, "f", "", 0, 7.0))) is None
+    assert verdict.of_logs(read()) is None
+    assert verdict.of_logs(read(GpuLog("x", 0, 0.0, memory_used_bytes=9e9, memory_total_bytes=1e9))) is not None
+    assert "400" in verdict.described(read(PROFILE, GPU))
     peak = MemoryPeak(0, 0, 5e8, 6e8, "forward (a.py:1)", 1e8)
     diagnosis, gain = headline(Result(RunInfo("run"), None, memory=(peak,), profiles=(PROFILE,)))
     assert "decode (data.py:41)" in diagnosis
@@ -430,7 +429,7 @@ def healthy(work: DeviceWork | None, step_ms: float = 50, **window: Any) -> Resu
 
 
 def said(*args: Any, **window: Any) -> list[str]:
-    return [words(one) for one in logged.sentences(healthy(*args, **window))]
+    return [words(one) for one in verdict.device_floor(healthy(*args, **window))]
 
 
 def test_the_floor_of_a_step_and_what_is_farthest_above_it() -> None:
@@ -466,13 +465,13 @@ def test_no_bound_is_given_where_the_device_is_not_the_limit(work: DeviceWork, w
 
 def test_the_table_of_work_has_rates_and_floors_and_says_what_is_missing() -> None:
     def table(work: DeviceWork) -> Any:
-        return logged.table(replace(results.healthy(), device_work=work))
+        return ranks.device_kinds(replace(results.healthy(), device_work=work))
 
     norm, convolution, layout = ([words(cell) for cell in row] for row in table(WORK).table.rows)
     assert convolution == ["convolution", "216", "10.0 ms", "21 %", "311", "1.30 TB", "4.00 ms", "6.00 ms"]
     assert norm[4:] == ["—", "451.6 GB", "3.00 ms", "28.0 ms"]
     assert layout[4:] == ["—", "—", "0 ns", "7.00 ms"]
-    assert logged.table(results.healthy()) is None
+    assert ranks.device_kinds(results.healthy()) is None
     why = "the limits of Else are not known"
     assert why in table(DeviceWork((replace(NORM, floor_ns=None),), why=why)).note
     shared = table(DeviceWork((replace(NORM, shared_ns=31.0 * MS),), 8.0 * MS, shared_floor_ns=8.0 * MS))
@@ -484,7 +483,7 @@ def test_the_table_of_work_has_rates_and_floors_and_says_what_is_missing() -> No
 
 
 def test_modules_with_most_time_have_a_line_and_none_is_inside_another() -> None:
-    found: Any = in_model.lines_of(results.encoder())
+    found: Any = modules.lines_of(results.encoder())
     assert found == [
         (pytest.approx(80 / 214.6), "encoder.layer.*.attention × 12 (Attention)"),
         (pytest.approx(46 / 214.6), "encoder.layer.*.mlp × 12 (MLP)"),
@@ -494,12 +493,12 @@ def test_modules_with_most_time_have_a_line_and_none_is_inside_another() -> None
     ]
     model = results.module("", "ResNet", 0, 190.0, own=130.0, communication_ns=128e6)
     layers = results.module("layers.*", "Block", 1, 60.0, own=60.0, count=3)
-    lines = in_model.lines_of(Modules(True, 214.6e6, (model, layers)))
+    lines = modules.lines_of(Modules(True, 214.6e6, (model, layers)))
     assert [name for _, name in lines] == ["ResNet, communication", "layers.* × 3 (Block)"]
     assert sum(share for share, _ in lines) == pytest.approx(190 / 214.6)
-    computing = in_model.lines_of(Modules(True, 214.6e6, (replace(model, communication_ns=0.0), layers)))
+    computing = modules.lines_of(Modules(True, 214.6e6, (replace(model, communication_ns=0.0), layers)))
     assert computing[0][1] == "ResNet itself"
-    assert in_model.lines_of(Modules(False, 214.6e6, (), (Outside("other", 1e6, 0.004),))) == []
+    assert modules.lines_of(Modules(False, 214.6e6, (), (Outside("other", 1e6, 0.004),))) == []
 
 
 @pytest.mark.parametrize(
@@ -515,7 +514,7 @@ def test_modules_with_most_time_have_a_line_and_none_is_inside_another() -> None
     ],
 )
 def test_a_finding_names_a_few_modules_with_their_shares(where: list[tuple[str, str, float]], named: str) -> None:
-    assert words(in_model.named([InModule(*one) for one in where])) == named
+    assert words(modules.named([InModule(*one) for one in where])) == named
 
 
 # A result for anybody's eyes.

@@ -101,8 +101,8 @@ def test_a_disk_that_takes_nothing_costs_the_folder_and_then_the_recording(
     ("out", "said"),
     [
         ("file/out", "Not a directory"),
-        ("x" * 300, "File name too long"),
-        ("/proc/out", "No such file or directory"),
+        pytest.param("x" * 300, "File name too long", marks=pytest.mark.slow),
+        pytest.param("/proc/out", "No such file or directory", marks=pytest.mark.slow),
     ],
 )
 def test_a_path_that_cannot_be_costs_the_folder(out: str, said: str, tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from dlprof.read.run import open_run
 from dlprof.result import Change, Outcome, Result, RunInfo, Setting, change
 from dlprof.result.tried import Attempt, Tried
 from dlprof.trial.copies import edit_in
-from dlprof.trial.fixing import fixed
 from dlprof.trial.job import Job
 from dlprof.trial.planning import Plan
-from dlprof.trial.search import Options, Trial
+from dlprof.trial.search import Options, Trial, fixed
 from tests.fixtures import runs
 
 SCRIPT = """import torch

@@ -12,17 +12,17 @@ from dlprof.errors import DlprofError
 from dlprof.read.run import open_run
 from dlprof.result.sweep import FILE, Axis, Point, Reading
 from dlprof.trial.job import Job
-from dlprof.trial.sweep.sizes import Options as SizeOptions
-from dlprof.trial.sweep.sizes import filled_for, record_sizes
-from dlprof.trial.sweep.sweeping import (
+from dlprof.trial.sweep import (
     MOST_POINTS,
     Options,
     Running,
     axis,
     begun,
     filled,
+    filled_for,
     grid,
     placeholders,
+    record_sizes,
     settings,
     swept,
     threads,
@@ -119,17 +119,17 @@ def test_sizes_are_recorded_in_turn_and_one_that_dies_is_told(tmp_path: Path) ->
     jobs = {n: Job((sys.executable, str(script), str(n)), tmp_path, environment(), {}) for n in (1, 3)}
     said: list[str] = []
     folder = tmp_path / "scale"
-    done = record_sizes(jobs, folder, SizeOptions(5, 60, 2), lambda: False, said.append)
+    done = record_sizes(jobs, folder, lambda: False, said.append, minutes=5, steps=60, rounds=2)
     assert [p.name for p in done.paths[1]] == ["ranks-0001-1", "ranks-0001-2"]
     assert [len(open_run(p).ranks) for p in done.paths[1]] == [1, 1]
     ((name, why),) = done.failed
     assert (name, "three is too many" in why) == ("3 ranks", True)
     assert running(script) == []
     # What is there is not recorded again.
-    again = record_sizes({1: jobs[1]}, folder, SizeOptions(5, 60, 2), lambda: True)
+    again = record_sizes({1: jobs[1]}, folder, lambda: True, minutes=5, steps=60, rounds=2)
     assert again.paths == done.paths
     assert again.lacking == ""
-    stopped = record_sizes({1: jobs[1]}, folder, SizeOptions(5, 60, 3), lambda: True)
+    stopped = record_sizes({1: jobs[1]}, folder, lambda: True, minutes=5, steps=60, rounds=3)
     assert "interrupted" in stopped.lacking
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import PATH, form, jobs, no_limits, out, quiet, rarely, say, show
+from dlprof.commands import PATH, form, jobs, no_limits, out, quiet, rarely, show
 from dlprof.errors import DlprofError
 from dlprof.files import compact
 from dlprof.read.opening import open_file, read_file
@@ -42,22 +42,15 @@ def compare(
         compare_runs((a, b, *more), out, form, jobs, show=show, quiet=quiet)
         return
     from dlprof.analysis.compare import code, comparison
-    from dlprof.commands.report import browse, colour, shown, width, write_into
-    from dlprof.report.compare import page as compare_page
-    from dlprof.report.compare import text as compare_text
+    from dlprof.commands.report import colour, width, write_page
+    from dlprof.report import comparison as shown_comparison
 
     before, after = result_of(a, jobs, quiet), result_of(b, jobs, quiet)
     compared = comparison.compare(before, after, code.changed(before, after, a, b))
     data = compact(comparison.to_json(compared))
-    verdict = data if form == "json" else compare_text.render(compared, width(), colour())
-    try:
-        page = write_into("dlprof-compare", out, {"compare.json": data, "compare.html": compare_page.render(compared)})
-    finally:
-        click.echo(verdict)
-    if form != "json":
-        say(f"page: {shown(page)}")
-    if show:
-        browse(page)
+    verdict = data if form == "json" else shown_comparison.text(compared, width(), colour())
+    files = {"compare.json": data, "compare.html": shown_comparison.page(compared)}
+    write_page(verdict, files, "dlprof-compare", out, form, show=show)
 
 
 def compare_runs(
@@ -66,7 +59,7 @@ def compare_runs(
     """Print and write what each of several runs gained; raise DlprofError if fewer than two can be compared."""
     from dlprof.analysis.compare.ladder import ladder
     from dlprof.commands.report import write_summary
-    from dlprof.report.compare.page import summary, to_json
+    from dlprof.report.summary import ladder_json, of_ladder
 
     read, broken = [], []
     for path in paths:
@@ -80,7 +73,7 @@ def compare_runs(
         raise DlprofError(
             "; ".join(["fewer than two of these runs can be compared", *(f"{n}: {w}" for n, w in made.left_out)])
         )
-    write_summary(summary(made), to_json(made), "ladder", "dlprof-compare", out, form, show=show)
+    write_summary(of_ladder(made), ladder_json(made), "ladder", "dlprof-compare", out, form, show=show)
 
 
 def name_of(path: Path, among: Sequence[Path]) -> str:

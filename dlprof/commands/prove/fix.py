@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import form, minutes, no_limits, out, quiet, rarely, say
+from dlprof.commands import form, minutes, no_limits, out, quiet, rarely, say, teller
 from dlprof.commands.configured import CONFIG
 from dlprof.commands.prove.try_ import in_place
 from dlprof.commands.recording import checked_by
@@ -98,12 +98,11 @@ def fix(
     """  # noqa: D301 - \b keeps these lines apart in click's help
     from dlprof.commands.prove.try_ import by_hand, measured, print_tried
     from dlprof.commands.report import analyse, shown, width
-    from dlprof.report.tried_text import kept
+    from dlprof.report.terminal import to_keep
     from dlprof.result.tried import to_json
     from dlprof.trial.copies import edit_in
-    from dlprof.trial.fixing import fixed
     from dlprof.trial.running import stopping
-    from dlprof.trial.search import Options, prepared
+    from dlprof.trial.search import Options, fixed, prepared
 
     run = ctx.meta.get(_RUN)
     if run is None and not command:
@@ -138,7 +137,7 @@ def fix(
     else:
         print_tried(found)
         there = f"cd {trial.job.cwd} && " if Path.cwd() != trial.job.cwd else ""
-        for line in (*kept(found, made.words, made.lines, width()), *by_hand(trial)):
+        for line in (*to_keep(found, made.words, made.lines, width()), *by_hand(trial)):
             say(line)
         if made.patch.text and written and not why:
             say(f"Written into {', '.join(made.lines)}. To undo: {there}patch -R -p1 < {shown(file)}")
@@ -156,13 +155,12 @@ def _recorded(words: Sequence[str], out: Path | None, stop_after: str, quiet: bo
     from dlprof.commands import new_folder
     from dlprof.record.launch.process import tied
     from dlprof.trial.copies import quiet_trackers
+    from dlprof.trial.job import refuse_inside
     from dlprof.trial.running import DLPROF
 
-    if os.environ.get("DLPROF_RUN"):
-        raise DlprofError(f"this already runs under dlprof, which records into {os.environ['DLPROF_RUN']}")
+    refuse_inside(os.environ)
     folder = out or new_folder(f"runs/{name_of(words)}-fix")
-    if not quiet:
-        say(f"dlprof: recording into {folder} for {stop_after}; the script runs in this folder, as it is", err=True)
+    teller(quiet)(f"recording into {folder} for {stop_after}; the script runs in this folder, as it is")
     of_ours = ["-o", str(folder), "--no-report", "--quiet", "--stop-after", stop_after]
     process = subprocess.Popen(
         [*DLPROF, "wrap", *of_ours, "--", *words],

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import WithCommand, after_dashes, form, jobs, minutes, no_limits, out, quiet, rarely, say, show
+from dlprof.commands import (
+    WithCommand,
+    after_dashes,
+    form,
+    jobs,
+    minutes,
+    no_limits,
+    out,
+    quiet,
+    rarely,
+    show,
+    teller,
+    under_python,
+)
 from dlprof.errors import DlprofError
 
 if TYPE_CHECKING:
     from dlprof.trial.job import Job
-    from dlprof.trial.sweep.sizes import Recorded
 
 _MOST_RANKS = 1 << 20
 
@@ -55,6 +66,7 @@ def _sizes(_ctx: click.Context, option: click.Parameter, text: str | None) -> tu
 )
 @click.option("--batch", type=click.IntRange(min=1), help="Batch of each rank; with strong, of all ranks.")
 @click.option("--repeat", type=click.IntRange(1, 100), default=2, show_default=True, help="Recordings of each size.")
+# The trace window is over after 60 steps.
 @click.option("--steps", type=click.IntRange(60, 1_000_000), default=60, show_default=True, help="Steps of each.")
 @jobs
 @no_limits
@@ -88,6 +100,7 @@ def scale(
     shows in the largest size, predicted from the others.
     """  # noqa: D301 - \b keeps these lines apart in click's help
     from dlprof.commands import new_folder
+    from dlprof.trial.job import refuse_inside
     from dlprof.trial.running import stopping
 
     command = after_dashes(ctx)
@@ -103,30 +116,21 @@ def scale(
         return
     if len(paths) > 1 or (paths and paths[0].endswith(".json")):
         raise click.UsageError("--procs and --gpus record a workload or a command: name no runs")
-    if os.environ.get("DLPROF_RUN"):
-        raise DlprofError(f"this already runs under dlprof, which records into {os.environ['DLPROF_RUN']}")
+    refuse_inside(os.environ)
     todo = _jobs(paths, command, sizes, bool(gpus), mode, batch)
     folder = out or new_folder("dlprof-scale")
-
-    def tell(line: str) -> None:
-        if not quiet:
-            say(f"dlprof: {line}", err=True)
-
-    from dlprof.trial.sweep.sizes import Options, record_sizes
+    from dlprof.trial.sweep import record_sizes
 
     with stopping() as asks:
-        done = record_sizes(todo, folder, Options(minutes, steps, repeat), asks, tell)
+        done = record_sizes(todo, folder, asks, teller(quiet), minutes=minutes, steps=steps, rounds=repeat)
     found = [path for _, of in sorted(done.paths.items()) for path in of]
     if found:
-        _study(found, _lacking(done), targets, folder, form, jobs, show=show, quiet=quiet)
+        lacking = [("a part of the study", done.lacking)] if done.lacking else []
+        _study(found, [*done.failed, *lacking], targets, folder, form, jobs, show=show, quiet=quiet)
     if asks.by:
         raise SystemExit(128 + asks.by)
     if not found:
         raise DlprofError("; ".join(f"{name}: {why}" for name, why in done.failed) or done.lacking)
-
-
-def _lacking(done: Recorded) -> list[tuple[str, str]]:
-    return [*done.failed, *([("a part of the study", done.lacking)] if done.lacking else [])]
 
 
 def _jobs(
@@ -134,11 +138,11 @@ def _jobs(
 ) -> Mapping[int, Job]:
     """Return the job of each size; raise DlprofError or UsageError where there is none."""
     from dlprof.commands.run import count_gpus, find_workload, launcher
-    from dlprof.trial.job import Job
-    from dlprof.trial.sweep.sizes import filled_for
+    from dlprof.trial.job import Job, without_ours
+    from dlprof.trial.sweep import filled_for
 
     strong = mode == "strong"
-    env = {n: v for n, v in os.environ.items() if not n.startswith("DLPROF_")}
+    env = without_ours(os.environ)
     if gpus and sizes[-1] > count_gpus():
         raise DlprofError(f"--gpus {sizes[-1]}: there are {count_gpus()} GPUs here; record larger sizes where they are")
     if not gpus:
@@ -148,8 +152,7 @@ def _jobs(
     if not paths:
         if not command:
             raise click.UsageError("name a workload, or the script after --")
-        python = command[0].endswith(".py") or command[0].startswith("-m")
-        words = (sys.executable, *command) if python else tuple(command)
+        words = tuple(under_python(command))
         if not any("{ranks}" in word for word in words):
             raise click.UsageError("write {ranks} where the command takes their number: --nproc-per-node {ranks}")
         if strong and not any("{batch}" in word for word in words):
@@ -181,7 +184,7 @@ def _study(
     from dlprof.analysis.scaling.study import Named, sizes
     from dlprof.commands.prove.compare import name_of, result_of
     from dlprof.commands.report import write_summary
-    from dlprof.report.compare.scale import summary
+    from dlprof.report.studies import of_study
     from dlprof.result.scale import to_json
 
     runs, broken, places = list[Named](), list(left_out), dict[int, list[Path]]()
@@ -200,4 +203,4 @@ def _study(
         raise DlprofError("; ".join(["none of these runs has a size", *(f"{n}: {w}" for n, w in found.left_out)]))
     script = script_of(found.runs[0][0].result) or found.runs[0][0].name
     study = studied(script, found, targets or TARGETS, replays_of(places, jobs))
-    write_summary(summary(study), to_json(study), "scale", "dlprof-scale", out, form, show=show)
+    write_summary(of_study(study), to_json(study), "scale", "dlprof-scale", out, form, show=show)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import click
 
-from dlprof.commands import WithCommand, after_dashes, form, minutes, new_folder, out, quiet, rarely, say, show
+from dlprof.commands import (
+    WithCommand,
+    after_dashes,
+    form,
+    minutes,
+    new_folder,
+    out,
+    quiet,
+    rarely,
+    say,
+    show,
+    teller,
+    under_python,
+)
 from dlprof.errors import DlprofError
 
 
@@ -61,11 +73,11 @@ def sweep(
     """  # noqa: D301 - \b keeps these lines apart in click's help
     from dlprof.commands.report import print_summary, shown, write_summary
     from dlprof.overrides import changes_numbers
-    from dlprof.report.compare.sweep import summary
+    from dlprof.report.studies import of_sweep
     from dlprof.result.sweep import to_json
-    from dlprof.trial.job import Job
+    from dlprof.trial.job import Job, refuse_inside, without_ours
     from dlprof.trial.running import stopping
-    from dlprof.trial.sweep.sweeping import (
+    from dlprof.trial.sweep import (
         Options,
         axis,
         begun,
@@ -79,10 +91,8 @@ def sweep(
     words = after_dashes(ctx)
     if not words:
         raise click.UsageError("name the script after --: dlprof sweep loader.num_workers=0,2 -- train.py")
-    if os.environ.get("DLPROF_RUN"):
-        raise DlprofError(f"this already runs under dlprof, which records into {os.environ['DLPROF_RUN']}")
-    python = words[0].endswith(".py") or words[0].startswith("-m")
-    command = (sys.executable, *words) if python else words
+    refuse_inside(os.environ)
+    command = tuple(under_python(words))
     try:
         parsed = [axis(word) for word in axes]
         of_command = placeholders(parsed, command)
@@ -99,20 +109,16 @@ def sweep(
     folder = out or new_folder("dlprof-sweep")
     options = Options(minutes, steps, rounds, not no_predict, copy, allow_numerics)
     going = begun(command, parsed, folder, options)
-    env = {n: v for n, v in os.environ.items() if not n.startswith("DLPROF_")}
+    env = without_ours(os.environ)
     each = None if "OMP_NUM_THREADS" in env else threads(parsed, command, len(os.sched_getaffinity(0)))
     job = Job(command, Path.cwd(), env | ({} if each is None else {"OMP_NUM_THREADS": str(each)}), {})
-
-    def tell(line: str) -> None:
-        if not quiet:
-            say(f"dlprof: {line}", err=True)
-
+    tell = teller(quiet)
     tell(f"{len(points)} points, {rounds} rounds, for at most {minutes:g} minutes, in {shown(folder)}")
     if each is not None:
         tell(f"OMP_NUM_THREADS={each} for every process, so that points with one and with several compare")
     with stopping() as asks:
         done = swept(going, job, folder, options, asks, tell)
-    outcome = summary(done)
+    outcome = of_sweep(done)
     if any(p.readings for p in done.points):
         write_summary(outcome, to_json(done), "sweep", "", folder, form, show=show)
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import form, minutes, no_limits, quiet, rarely, run_path, say
+from dlprof.commands import form, minutes, no_limits, quiet, rarely, run_path, say, teller
 from dlprof.errors import RefusedError
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
@@ -85,20 +85,17 @@ def try_(
     allow_numerics |= any(one.change.numerics for n, one in enumerate(result.changes, 1) if n in changes)
     options = Options(minutes, steps, settings, obvious, allow_numerics, in_place, changes, command, only)
     if listed:
-        _print_plan(prepared(path, result, options, os.environ))
+        trial = prepared(path, result, options, os.environ)
+        for line in (*_planned(trial), *_not_tried(trial)):
+            say(line)
         return
     ended = try_run(path, result, options, form, quiet)
     if ended:
         raise SystemExit(128 + ended)
 
 
-def _print_plan(trial: Trial) -> None:
-    """Print a line for each change that is tried, and for each that is not, with the reason."""
-    for line in (*_planned(trial), *_not_tried(trial)):
-        say(line)
-
-
 def _planned(trial: Trial) -> list[str]:
+    """Return a line for each change that is tried."""
     from dlprof.report.formatting import times
     from dlprof.result.tried import Attempt
 
@@ -111,6 +108,7 @@ def _planned(trial: Trial) -> list[str]:
 
 
 def _not_tried(trial: Trial) -> list[str]:
+    """Return a line for each change that is not tried, with the reason."""
     lines = [f"not tried: {attempt.words}: {attempt.why}" for attempt in trial.plan.left_out]
     lines += [f"not tried: {skipped}" for skipped in trial.plan.skipped]
     return lines + by_hand(trial)
@@ -157,9 +155,9 @@ def try_run(
 def print_tried(found: Tried, *, err: bool = False) -> None:
     """Print what was tried, for people."""
     from dlprof.commands.report import width
-    from dlprof.report.tried_text import render
+    from dlprof.report.terminal import trial
 
-    click.echo(plain(render(found, width()), keep="\n"), nl=False, err=err)
+    click.echo(plain(trial(found, width()), keep="\n"), nl=False, err=err)
 
 
 def measured(path: Path, result: Result, trial: Trial, stop: Callable[[], bool], quiet: bool) -> Tried:
@@ -168,13 +166,10 @@ def measured(path: Path, result: Result, trial: Trial, stop: Callable[[], bool],
     from dlprof.trial.job import added
     from dlprof.trial.search import tried
 
-    def tell(found: Attempt | float) -> None:
-        if not quiet:
-            say(f"dlprof: {_told(found)}", err=True)
-
-    for line in () if quiet else _announced(trial):
-        say(f"dlprof: {line}", err=True)
-    found: Tried = tried(trial, stop, tell)
+    tell = teller(quiet)
+    for line in _announced(trial):
+        tell(line)
+    found: Tried = tried(trial, stop, lambda found: tell(_attempted(found)))
     write_files(added(result, found), path, path)
     return found
 
@@ -219,7 +214,7 @@ def _announced(trial: Trial) -> list[str]:
     return [*lines, *trial.warnings]
 
 
-def _told(found: Attempt | float) -> str:
+def _attempted(found: Attempt | float) -> str:
     from dlprof.report.formatting import duration
     from dlprof.report.tried import row
 

@@ -56,7 +56,7 @@ def whatif(
     from dlprof.commands.progress import Progress
     from dlprof.commands.report import print_summary, write_summary
     from dlprof.read.run import open_run
-    from dlprof.report.compare.summary import summary, to_json
+    from dlprof.report.summary import answers_json, of_answers
 
     speeds = {"input": input_, "network": network, "device": device, "host": host, "copies": copies}
     try:
@@ -72,8 +72,8 @@ def whatif(
             found = answers(run, request, jobs, progress)
     except NotMeasured as e:
         raise DlprofError(f"{path}: {e}") from None
-    outcome = summary(path.resolve().name, found)
+    outcome = of_answers(path.resolve().name, found)
     if out is None and not show:
-        print_summary(outcome, to_json(found), form)
+        print_summary(outcome, answers_json(found), form)
     else:
-        write_summary(outcome, to_json(found), "whatif", "dlprof-whatif", out, form, show=show)
+        write_summary(outcome, answers_json(found), "whatif", "dlprof-whatif", out, form, show=show)

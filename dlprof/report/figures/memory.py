@@ -11,7 +11,7 @@ from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks
 from dlprof.report.figures import drawing
 from dlprof.report.figures.drawing import Figure, Table, axis, drawn, rounded
-from dlprof.report.in_model import spelled
+from dlprof.report.figures.modules import spelled
 from dlprof.result import Result
 from dlprof.result.figures import DeviceMemory, Footprint, MemoryChange, MemoryPart
 
@@ -52,11 +52,6 @@ def shown(footprint: Footprint | None) -> Memory | None:
         return None
     bars = _bars(footprint.devices)
     return Memory(bars, f"rank {footprint.rank}", _modules(footprint), _changes(footprint))
-
-
-def specs(memory: Memory | None) -> dict[str, Figure | None]:
-    """Return the figure by the key under which the page draws it."""
-    return {"memory": memory.bars} if memory else {}
 
 
 def sentence(footprint: Footprint | None) -> str:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from dlprof.analysis.compare.code import changed
 from dlprof.analysis.compare.comparison import compare
 from dlprof.analysis.estimate import change
-from dlprof.report.compare import text
+from dlprof.report import comparison
 from dlprof.result import Place, Result, RunPart
 from tests.fixtures.comparisons import ADVICE, WORKERS, clear, found, run
 from tests.fixtures.jobs import DLPROF, launch, record, tiny
@@ -77,7 +77,7 @@ def test_another_program_is_not_better_than_predicted_and_its_gain_is_not_the_se
     assert other.prediction is not None
     assert (other.prediction.verdict, other.prediction.reached) == ("unknown", None)
     assert other.doubts[0].startswith("your code changed too: train.py:40–42")
-    shown = " ".join(text.render(other, 200).split())
+    shown = " ".join(comparison.text(other, 200).split())
     assert "what of it they gained is not known, as the code changed too" in shown
     assert "better than predicted" not in shown
     assert "your code changed: x.py:1" in compare(run(100), run(50), ("x.py:1",)).doubts[0]
@@ -110,7 +110,7 @@ WHOLE: list[tuple[Result, Result, str]] = [
 
 @pytest.mark.parametrize(("a", "b", "expected"), WHOLE)
 def test_the_gain_of_the_whole_job_stands_beside_that_of_the_step(a: Result, b: Result, expected: str) -> None:
-    first, _ = text.headline(compare(a, b))
+    first, _ = comparison.headline(compare(a, b))
     assert first.replace("\xa0", " ").endswith(expected)
 
 

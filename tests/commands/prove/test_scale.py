@@ -51,7 +51,8 @@ def scale(*words: str | Path) -> tuple[int, str]:
     ],
 )
 def test_mistakes(words: tuple[str, ...], code: int, said: str) -> None:
-    assert (scale(*words)[0], said in scale(*words)[1]) == (code, True)
+    ended, output = scale(*words)
+    assert (ended, said in output) == (code, True)
 
 
 @pytest.mark.long

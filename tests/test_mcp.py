@@ -15,13 +15,14 @@ import anyio
 import pytest
 
 from benchmarks.gpu.fixtures import unpack
-from dlprof.mcp.tools import MOST, fitted
 from tests.fixtures.jobs import DLPROF, environment, launch, running, spawned, tiny, until
 from tests.fixtures.places import ROOT
 
 pytest.importorskip("mcp", reason="needs the package mcp")
 
 from mcp import Client, StdioServerParameters, stdio_client
+
+from dlprof.mcp import MOST, fitted
 
 TOOLS = {"record", "report", "explain", "evidence", "try", "compare", "check_advice"}
 GPU = next((ROOT / "reports" / "gpu" / "h100-2").glob("*.tar.gz"))

@@ -3,7 +3,8 @@
 Rounds go through the points forwards and backwards in turns, so that a machine that becomes slower or faster affects
 all of them alike. A point that fails does not affect the others. An interrupted sweep continues where it stopped.
 
-Also here: the axes and the grid, from the NAME=VALUES words of the command line.
+Also here: the axes and the grid, from the NAME=VALUES words of the command line; and the recordings of a job on several
+numbers of ranks, in such rounds too.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import json
 import math
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from msgspec.structs import replace as changed
@@ -32,16 +34,13 @@ from dlprof.read.run import open_run
 from dlprof.redaction import words
 from dlprof.result.sweep import FILE, Axis, Point, Reading, Sweep, from_json, to_json
 from dlprof.trial.job import Job
-from dlprof.trial.running import Failed, Runner, Stopped
-from dlprof.units import duration, few
+from dlprof.trial.running import Failed, Runner, Stopped, limit_s
+from dlprof.units import count, duration, few
 
 # The only setting with predictions: they come from a replay of the loader's batches.
 WORKERS = "loader.num_workers"
 
 RECORDED, RUNS = "recorded", "runs"  # in the folder of a sweep
-
-# A point is ended after this many times the longest one so far plus these seconds.
-_LONGER, _MORE_S = 3.0, 120.0
 
 # Points that are not told apart are measured in so many times as many rounds.
 _MOST_TIMES = 3
@@ -176,7 +175,7 @@ class Running:
     def read(self, place: int, point: Point) -> None:
         """Run a point, and keep its reading, or why it has none."""
         started = time.monotonic()
-        limit = min(self.left(), _LONGER * self.longest_s + _MORE_S) if self.longest_s else self.left()
+        limit = limit_s(self.left(), self.longest_s)
         found = self._runner(point.values)(settings(point.values, self.of_command), limit)
         if isinstance(found, Failed):
             if found.over and self.left() <= 0:
@@ -345,3 +344,97 @@ def filled(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]
 def settings(values: Mapping[str, str], of_command: set[str]) -> dict[str, Value]:
     """Return those values of a point that are overrides."""
     return overrides.parse(f"{name}={value}" for name, value in values.items() if name not in of_command)
+
+
+# A job on several numbers of ranks, for `dlprof scale`.
+
+# Power and FLOPs are needed; Python's stacks are not.
+_RECORDING = ("--stacks", "off")
+
+
+@dataclass
+class Recorded:
+    """The recordings by number of ranks, why a size has none, and why the study is not complete ("" if it is)."""
+
+    paths: dict[int, list[Path]] = field(default_factory=dict)
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    lacking: str = ""
+
+
+def record_sizes(
+    jobs: Mapping[int, Job],
+    folder: Path,
+    stopped: Callable[[], bool],
+    tell: Callable[[str], None] = lambda _line: None,
+    *,
+    minutes: float,
+    steps: int,
+    rounds: int,
+) -> Recorded:
+    """Record the job of each number of ranks until all are done, the time is up, or `stopped` returns True.
+
+    Rounds go through the sizes as those of a sweep through its points. A size that fails does not affect the others.
+    Recordings that exist already are not made again. All processes have ended afterwards. Raises DlprofError if the
+    folder cannot be written.
+    """
+    with writing(str(folder)):
+        (folder / RUNS).mkdir(parents=True, exist_ok=True)
+    done, started, longest = Recorded(), time.monotonic(), 0.0
+    failed = set[int]()
+    for n in range(rounds):
+        for ranks in list(jobs)[:: 1 if n % 2 == 0 else -1]:
+            path = folder / f"ranks-{ranks:04d}-{n + 1}"
+            if ranks in failed:
+                continue
+            if _holds_a_run(path):
+                done.paths.setdefault(ranks, []).append(path)
+                continue
+            left = 60 * minutes - (time.monotonic() - started)
+            if left <= longest:
+                done.lacking = "the time was up before all sizes were recorded as often as asked"
+                return done
+            tell(f"{count(ranks, 'rank')}, round {n + 1} of {rounds}")
+            shutil.rmtree(work := folder / RUNS / path.name, ignore_errors=True)
+            work.mkdir()
+            runner = Runner(jobs[ranks], work, steps, stopped, recording=_RECORDING, keep=path)
+            began = time.monotonic()
+            try:
+                found = runner({}, limit_s(left, longest))
+            except Stopped:
+                done.lacking = "it was interrupted before all sizes were recorded as often as asked"
+                return done
+            longest = max(longest, time.monotonic() - began)
+            if isinstance(found, Failed):
+                failed.add(ranks)
+                done.failed.append((count(ranks, "rank"), found.why))
+                tell(f"{count(ranks, 'rank')}: {found.why}")
+            else:
+                done.paths.setdefault(ranks, []).append(path)
+    return done
+
+
+def _holds_a_run(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    try:
+        return bool(open_run(path).ranks)
+    except DlprofError:
+        return False
+
+
+def filled_for(command: Sequence[str], ranks: int, batch: int | None, *, strong: bool) -> tuple[str, ...]:
+    """Return the command for a number of ranks, with {ranks} replaced by it and {batch} by the batch of each rank.
+
+    `batch`: of each rank, or with `strong` of all ranks together. Raises DlprofError if it cannot be divided evenly.
+    """
+    each = batch
+    if batch is not None and strong:
+        if batch % ranks:
+            raise DlprofError(f"a batch of {batch} is not a multiple of {ranks} ranks")
+        each = batch // ranks
+    words = [word.replace("{ranks}", str(ranks)) for word in command]
+    if any("{batch}" in word for word in words):
+        if each is None:
+            raise DlprofError("the command asks for {batch}: name it with --batch")
+        words = [word.replace("{batch}", str(each)) for word in words]
+    return tuple(words)

@@ -1,7 +1,7 @@
 """The summary of a ladder of runs, a sweep, a scaling study or a what-if: for the terminal and as summary.html.
 
-Each is a verdict, a table and further panels. The summary of a what-if (how long a step would take after a change) is
-made here; the other commands make theirs in modules of their own.
+Each is a verdict, a table and further panels. Those of a what-if (how long a step would take after a change) and of a
+ladder (what each change gave, from the first run to the last) are made here, the others in studies.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 
 from markupsafe import Markup
 
+from dlprof.analysis.compare.ladder import Ladder, Rung, Step
 from dlprof.marks import __version__
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, html, looks
 from dlprof.report.figures import shapes
 from dlprof.report.terminal import NARROWEST, columns, painter, wrap
-from dlprof.result import Panel
+from dlprof.result import Panel, Result
 from dlprof.result.scale import Answer, Answers
 from dlprof.result.stored import plain as data_of
 from dlprof.units import UNKNOWN, digits
@@ -163,17 +164,18 @@ def _bars(values: Sequence[Any]) -> list[str]:
     return bars
 
 
-FORMAT = 1
+# What if.
 
+FORMAT = 1  # of both as JSON
 
-_NOTE = "Predicted by replaying the recording; nothing was run. Nine of ten measurements lie within the range."
-
-
+_PREDICTED_NOTE = (
+    "Predicted by replaying the recording; nothing was run. Nine of ten measurements lie within the range."
+)
 _SEVERAL = " Each change alone, then all together: their gains overlap."
 
 
-def summary(name: str, found: Answers) -> Summary:
-    """Return the summary of the answers; `name` is the run's."""
+def of_answers(name: str, found: Answers) -> Summary:
+    """Return the of_answers of the answers; `name` is the run's."""
     rows = [*found.alone, *([found.together] if found.together else [])]
     samples = found.throughput.samples_per_s if found.throughput else None
     unit = "samples/s" if samples else "steps/s"
@@ -183,31 +185,31 @@ def summary(name: str, found: Answers) -> Summary:
         "Predicted step",
         (
             ("present", found.step_ns, None, "", _rounded(rate)),
-            *(_row(a, found.step_ns, rate, together=a is found.together) for a in rows),
+            *(_answer_row(a, found.step_ns, rate, together=a is found.together) for a in rows),
         ),
         ("change", "step_ns", "faster_times", "range", unit),
-        note=_NOTE + (_SEVERAL if found.together else ""),
+        note=_PREDICTED_NOTE + (_SEVERAL if found.together else ""),
     )
     last = found.together or next((a for a in found.alone if a.step_ns is not None), found.alone[-1])
     bars = tuple((row[0], row[1]) for row in table.rows if row[1] is not None)
     return Summary(
         name=name,
-        headline=_headline(last, found.step_ns),
+        headline=_answer_headline(last, found.step_ns),
         table=table,
         lede=f"{name} · a step of {formatting.duration(found.step_ns)}, {digits(rate)} {unit}",
-        notices=tuple(dict.fromkeys(f"{_name(a)}: {why}" for a in found.alone for why in _whys(a))),
+        notices=tuple(dict.fromkeys(f"{_changes_of(a)}: {why}" for a in found.alone for why in _whys(a))),
         panels=(Panel("bars", "The mean steady step", bars, unit="ns"),),
         bars=unit,
         good=last.step_ns is not None,
     )
 
 
-def to_json(found: Answers) -> dict[str, Any]:
+def answers_json(found: Answers) -> dict[str, Any]:
     """Return the answers as plain data."""
     return {"format": FORMAT, **data_of(found)}
 
 
-def _name(answer: Answer) -> str:
+def _changes_of(answer: Answer) -> str:
     return " and ".join(answer.changes)
 
 
@@ -215,8 +217,8 @@ def _whys(answer: Answer) -> tuple[str, ...]:
     return (f"not known: {plain(answer.why, 400)}",) if answer.step_ns is None else answer.unknown
 
 
-def _row(answer: Answer, step_ns: float, rate: float, *, together: bool) -> tuple[Any, ...]:
-    name = "all together" if together else plain(_name(answer), 60)
+def _answer_row(answer: Answer, step_ns: float, rate: float, *, together: bool) -> tuple[Any, ...]:
+    name = "all together" if together else plain(_changes_of(answer), 60)
     if answer.step_ns is None:
         return (name, None, None, "", None)
     factor = step_ns / answer.step_ns if answer.step_ns > 0 else None
@@ -233,8 +235,8 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
 
 
-def _headline(answer: Answer, step_ns: float) -> str:
-    what = plain(_name(answer), 200)
+def _answer_headline(answer: Answer, step_ns: float) -> str:
+    what = plain(_changes_of(answer), 200)
     if answer.step_ns is None:
         return f"What {what} would give is not known: {plain(answer.why, 300)}"
     then, now = formatting.duration(answer.step_ns), formatting.duration(step_ns)
@@ -245,3 +247,145 @@ def _headline(answer: Answer, step_ns: float) -> str:
     between = f" ({_range(answer, step_ns)})" if _range(answer, step_ns) else ""
     faster = f"{formatting.times(step_ns / answer.step_ns)} faster{between}"
     return f"With {what} a step would take {then} instead of {now}: {faster}."
+
+
+# Ladders.
+
+_LADDER_NOTE = (
+    "×: how many times as fast as the run before, ± twice its standard error within the runs, and as the first one; how"
+    " much recordings of the same job differ is not part of it."
+)
+
+
+def of_ladder(ladder: Ladder) -> Summary:
+    """Return the of_ladder of a ladder; with fewer than two runs, the reason why there is none."""
+    rungs, unit = ladder.rungs, ladder.unit
+    left_out = tuple(f"{plain(name, 80)} is left out: {plain(why, 400)}" for name, why in ladder.left_out)
+    notices = (*left_out, *ladder.doubts)
+    if len(rungs) < 2:
+        return Summary("compare", "Fewer than two of these runs can be compared.", Panel("table", "The runs", ()))
+    per_s = f"{unit} a second"
+    columns = ("run", f"{unit}/s", "× before", "× first", "step_ns", "memory_bytes", f"J a {unit[:-1]}", "what changed")
+    rows = tuple(_rung_row(n, rung, unit) for n, rung in enumerate(rungs, 1))
+    return Summary(
+        name=formatting.name(rungs[0].result),
+        headline=_ladder_headline(rungs, per_s),
+        second=_largest(rungs),
+        lede=f"{formatting.name(rungs[0].result)} · {formatting.devices(rungs[0].result)} · {len(rungs)} runs",
+        notices=notices,
+        tiles=_ladder_tiles(rungs, per_s),
+        table=Panel("table", "What each change gave", rows, columns, note=_LADDER_NOTE),
+        panels=(
+            Panel(
+                "bars",
+                f"{per_s.capitalize()}, run by run",
+                tuple((_label(n, rung), rate(rung.result, unit)) for n, rung in enumerate(rungs, 1)),
+            ),
+        ),
+        bars=f"{unit}/s",
+        good=not notices,
+    )
+
+
+def ladder_json(ladder: Ladder) -> dict[str, Any]:
+    """Return a ladder as plain data."""
+    rows = []
+    for rung in ladder.rungs:
+        w = rung.result.window
+        rows.append(
+            {
+                "name": rung.name,
+                "run": data_of(rung.result.run),
+                "window": data_of(w) if w else None,
+                "changes": list(rung.changes),
+                "before": data_of(rung.before) if rung.before else None,
+                "first": data_of(rung.first) if rung.first else None,
+            }
+        )
+    left_out = [{"name": name, "why": why} for name, why in ladder.left_out]
+    return {"format": FORMAT, "unit": ladder.unit, "runs": rows, "left_out": left_out, "doubts": list(ladder.doubts)}
+
+
+def rate(result: Result, unit: str) -> float | None:
+    """Return how many samples, tokens or steps a second a run trains on."""
+    w = result.window
+    if w is None:
+        return None
+    if unit == "steps":
+        return 1e9 / w.step_ns if w.step_ns else None
+    return getattr(w.throughput, f"{unit}_per_s", None)
+
+
+def times(step: Step | None) -> str:
+    """Write a ratio with its margin: "1.31 × ± 0.02"; "" of None."""
+    if step is None:
+        return ""
+    margin = f" ± {2 * step.noise:.2f}" if step.noise is not None else ""
+    return f"{formatting.times(step.ratio)}{margin}{' (noise)' if step.verdict == 'noise' else ''}"
+
+
+def _rung_row(n: int, rung: Rung, unit: str) -> tuple[Any, ...]:
+    w, result = rung.result.window, rung.result
+    per_s, power = rate(result, unit), w.throughput.power_w if w and w.throughput else None
+    joules = power / per_s if power and per_s else None
+    changed = "; ".join(rung.changes) if rung.before else "(the first)"
+    return (
+        _label(n, rung),
+        None if per_s is None else float(f"{per_s:.4g}"),
+        times(rung.before),
+        formatting.times(rung.first.ratio) if rung.first else "",
+        w.step_ns if w else None,
+        w.memory_bytes if w else None,
+        joules,
+        changed or "no setting that dlprof records",
+    )
+
+
+def _label(n: int, rung: Rung) -> str:
+    name = plain(rung.name, 40)
+    return name if name.startswith(f"{n}-") else f"{n} {name}"
+
+
+def _ladder_headline(rungs: tuple[Rung, ...], per_s: str) -> str:
+    first, last = rungs[0], rungs[-1]
+    unit = per_s.split()[0]
+    a, b = rate(first.result, unit), rate(last.result, unit)
+    rates = f": {digits(a)} → {digits(b)} {per_s}" if a and b else ""
+    step = last.first
+    assert step is not None
+    if step.verdict == "noise":
+        return f"From the first run to the last nothing changed beyond noise{rates}."
+    if step.ratio < 1:
+        return f"The last run takes {formatting.times(1 / step.ratio)} as long as the first{rates}."
+    return f"The last run is {formatting.times(step.ratio)} as fast as the first{rates}."
+
+
+def _largest(rungs: tuple[Rung, ...]) -> str:
+    """Name the change that gave most, and those that took."""
+    steps = [(r.before.ratio, r) for r in rungs if r.before is not None and r.before.verdict != "noise"]
+    if not steps:
+        return ""
+    most, rung = max(steps, key=lambda s: s[0])
+    said = []
+    if most > 1:
+        said.append(f"The largest gain is {formatting.times(most)} by {_rung_named(rung)}.")
+    worse = [(ratio, r) for ratio, r in steps if ratio < 1]
+    if worse:
+        ratio, rung = min(worse, key=lambda s: s[0])
+        said.append(f"{_rung_named(rung)} cost {formatting.percent(1 - ratio)}.")
+    return " ".join(said)
+
+
+def _rung_named(rung: Rung) -> str:
+    return f"{rung.name} ({rung.changes[0]})" if rung.changes else rung.name
+
+
+def _ladder_tiles(rungs: tuple[Rung, ...], per_s: str) -> tuple[tuple[str, str], ...]:
+    unit, found = per_s.split()[0], []
+    for rung, which in ((rungs[0], "of the first run"), (rungs[-1], "of the last run")):
+        if value := rate(rung.result, unit):
+            found.append((digits(value), f"{per_s} {which}"))
+    last = rungs[-1].first
+    if last is not None:
+        found.append((formatting.times(last.ratio), "from the first to the last"))
+    return tuple(found)

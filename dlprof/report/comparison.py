@@ -1,15 +1,23 @@
-"""A comparison of two runs as text for a terminal: faster or slower, as predicted or not, and by what."""
+"""A comparison of two runs, as text for a terminal and as a page in the look of the report, compare.html.
+
+Faster or slower, as predicted or not, and by what. The page needs no script and no network.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
 
 from dlprof.analysis.compare.comparison import Comparison, FindingChange, WorkDifference
 from dlprof.analysis.compare.predictions import Prediction
 from dlprof.analysis.compare.settings_diff import Setting
-from dlprof.analysis.compare.significance import Difference, Verdict
+from dlprof.analysis.compare.significance import NOISE, Difference, Verdict
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting, looks
+from dlprof.report import first as first_screen
+from dlprof.report import formatting, html, looks
+from dlprof.report.figures.drawing import ON_LIGHT, inside
 from dlprof.report.terminal import NARROWEST, columns, legend, painter, stripe, wrap
 from dlprof.result import Result, TimePart
 from dlprof.units import MINUS, UNKNOWN, digits
@@ -35,7 +43,7 @@ CAME_TRUE = {
 }
 
 
-def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
+def text(c: Comparison, width: int = 80, colour: bool = False) -> str:
     """Return the comparison as lines of at most `width` columns (40 at least), in 256 colours on request."""
     width = max(width, NARROWEST)
     paint = painter(colour)
@@ -192,10 +200,7 @@ def setting(s: Setting) -> str:
 
 def mean_parts(result: Result) -> dict[str, TimePart]:
     """Return the parts of the mean step as the mean over the ranks: category → part."""
-    n = len({p.rank for p in result.time})
-    sums: dict[str, float] = {}
-    for p in result.time:
-        sums[p.category] = sums.get(p.category, 0.0) + p.ns / n
+    sums = formatting.mean_ns(result.time)
     total = sum(sums.values()) or 1.0
     return {c: TimePart(-1, c, ns, ns / total) for c, ns in sums.items()}
 
@@ -242,3 +247,218 @@ def _findings(findings: Iterable[FindingChange], width: int) -> list[str]:
         why = f" ({plain(f.why, 120)})" if f.state == "unknown" else ""
         lines += wrap(f"{STATES[f.state]:<11} {plain(f.id, 30)}  {figures}{why}", width, "  ", "              ")
     return lines
+
+
+PAGE_RANKS = 16  # no bars of single ranks with more of them; the table has PAGE_ROWS
+PAGE_ROWS = 100
+MOST_WORK = 25
+
+# The page draws with boxes: it needs its own styles and nothing else.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+QUANTILES = {"5 %": "5th percentile", "50 %": "median", "95 %": "95th percentile", "100 %": "longest"}
+
+WORK = {
+    "Ranges": "Time per traced step in the ranges that the script and its frameworks name, with what lies in them.",
+    "Operators": "Own time per traced step; on a GPU, the time of the kernels that the operator launched itself.",
+    "Kernels": "Time per traced step in the device's kernels, by name.",
+    "Collectives": "Transfer time per traced step and rank, by kind, ranks and size.",
+}
+
+# In the order of the table.
+GROUPS = (("gone", "less"), ("new", "more"), ("same",), ("unknown",))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One part of a stacked bar; `category` names its colour."""
+
+    category: str
+    width: float  # percent of the longest bar
+    label: str  # inside, where it fits
+    title: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stacked bar."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    total: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One difference: its figures, and a bar from the middle to the left (faster) or right, all in percent."""
+
+    name: str
+    category: str
+    a: str
+    b: str
+    change: str
+    verdict: str
+    left: float
+    width: float
+    from_: float  # where the margin begins
+    margin: float  # how wide it is
+    calls: str = ""
+
+
+def page(c: Comparison) -> str:
+    """Return the page as text."""
+    first, second = headline(c)
+    return html.template("compare.html").render(
+        title=f"{formatting.name(c.a)} · {plain(first, 120)}",
+        css=Markup(html.asset("page.css") + html.asset("compare.css")),
+        colours=html.colours() + _inks(),
+        policy=POLICY,
+        headline=html.inline(first),
+        good=verdict_of(c) in ("faster", "noise"),
+        second=second,
+        runs=[("A", c.a.run.path, first_screen.summary(c.a)), ("B", c.b.run.path, first_screen.summary(c.b))],
+        notices=[*c.doubts, *(f"Not compared: {why}." for why in c.not_compared)],
+        tiles=_tiles(c),
+        bars=_page_bars(c),
+        categories=formatting.ordered(d.name for d in c.time),
+        look=looks.look,
+        looks=looks.DRAWN,
+        time=_rows(c.time, name=lambda n: looks.look(n).name),
+        quantiles=_rows(c.quantiles, name=lambda n: QUANTILES.get(n, n)),
+        ranks=_rows(c.ranks[:PAGE_ROWS]),
+        more_ranks=max(len(c.ranks) - PAGE_ROWS, 0),
+        prediction=c.prediction,
+        came_true=CAME_TRUE,
+        findings=_page_findings(c.findings),
+        states=STATES,
+        work=[
+            (what, note, _work(rows))
+            for (what, note), rows in zip(WORK.items(), (c.ranges, c.operators, c.kernels, c.exchanges), strict=True)
+            if rows
+        ],
+        settings=c.settings[:PAGE_ROWS],
+        measured=c.measured[:PAGE_ROWS],
+        noise=NOISE,
+        dlprof=c.b.dlprof or c.a.dlprof,
+    )
+
+
+def _inks() -> Markup:
+    """Return the colours of text on the categories', in both themes: black or white, whichever has WCAG AA contrast."""
+
+    def block(dark: bool) -> str:
+        colours = {name: look.dark if dark else look.light for name, look in looks.LOOKS.items()}
+        return "".join(f"--i-{n}:{'#000' if inside(c) == ON_LIGHT else '#fff'};" for n, c in colours.items())
+
+    return html.themed(block)
+
+
+def _tiles(c: Comparison) -> list[html.Tile]:
+    """Return the most important figures."""
+    d = c.step
+    if d is None or d.a_ns is None or d.b_ns is None or d.ns is None:
+        return []
+    difference = f"{MINUS if d.ns < 0 else '+'}{formatting.duration(abs(d.ns))}"
+    if c.other_work and c.rates is not None:
+        r = c.rates
+        return [
+            html.Tile(digits(r.a_per_s), f"{r.unit} a second of A"),
+            html.Tile(digits(r.b_per_s), f"{r.unit} a second of B"),
+            html.Tile(formatting.times(r.ratio), f"the {r.unit} a second of A"),
+            html.Tile(formatting.duration(d.a_ns), f"a step of A, of {digits(r.a_per_step)} {r.unit}"),
+            html.Tile(formatting.duration(d.b_ns), f"a step of B, of {digits(r.b_per_step)} {r.unit}"),
+        ]
+    tiles = [
+        html.Tile(formatting.duration(d.a_ns), "mean steady step of A"),
+        html.Tile(formatting.duration(d.b_ns), "mean steady step of B"),
+        html.Tile(difference, f"per step{margin(d) or ', noise not known'}"),
+    ]
+    p = c.prediction
+    if p is not None:
+        least, most = formatting.duration(p.least_ns), formatting.duration(p.most_ns)
+        tiles.append(html.Tile(most, "predicted from A" if least == most else f"predicted from A, or down to {least}"))
+        if came_near(p):
+            tiles.append(html.Tile(formatting.percent(p.reached or 0.0), "of the predicted gain was measured"))
+    elif d.a_ns and d.b_ns and not c.other_work:
+        tiles.append(html.Tile(formatting.times(d.a_ns / d.b_ns), "the steps per second of A"))
+    return tiles
+
+
+def _page_bars(c: Comparison) -> list[Bar]:
+    """Return the mean steps of both runs and, up to PAGE_RANKS ranks, each rank's; all on one scale."""
+    if not c.time:
+        return []
+    of = [("A", mean_parts(c.a)), ("B", mean_parts(c.b))]
+    if 1 < len(c.time_by_rank) <= PAGE_RANKS:
+        of = [(f"{name}, mean", parts) for name, parts in of]
+        by_rank = [("A", formatting.by_rank(c.a.time)), ("B", formatting.by_rank(c.b.time))]
+        for rank, _ in c.time_by_rank:
+            of += [(f"{name}, rank {rank}", parts[rank]) for name, parts in by_rank]
+    longest = max(sum(p.ns for p in parts.values()) for _, parts in of) or 1.0
+    found = []
+    for name, parts in of:
+        total = sum(p.ns for p in parts.values()) or 1.0
+        pieces = []
+        for category in formatting.ordered(parts):
+            ns = max(parts[category].ns, 0.0)
+            share = ns / total
+            title = f"{looks.look(category).name}: {formatting.duration(ns)}, {formatting.percent(share)}"
+            label = formatting.about(share) if ns / longest >= 0.06 else ""
+            pieces.append(Piece(_colour(category), round(100 * ns / longest, 2), label, title))
+        found.append(Bar(name, tuple(pieces), formatting.duration(total)))
+    return found
+
+
+def _colour(category: str) -> str:
+    return category if category in looks.LOOKS else "other"
+
+
+def _rows(differences: Sequence[Difference], calls: Sequence[str] = (), name: Callable[[str], str] = str) -> list[Row]:
+    """Return rows whose bars share one scale, wide enough for the largest difference and its margin."""
+    reach = max((abs(d.ns or 0.0) + 2 * (d.noise_ns or 0.0) for d in differences), default=0.0) or 1.0
+    rows = []
+    for i, d in enumerate(differences):
+        ns, margin = d.ns or 0.0, 2 * (d.noise_ns or 0.0)
+        at, half = 50 * ns / reach, 50 * margin / reach
+        rows.append(
+            Row(
+                name=plain(name(d.name), 100),
+                category=_colour(d.name) if d.name in looks.LOOKS else "",
+                a=UNKNOWN if d.a_ns is None else formatting.duration(d.a_ns),
+                b=UNKNOWN if d.b_ns is None else formatting.duration(d.b_ns),
+                change=change(d),
+                verdict=d.verdict,
+                left=round(50 + min(at, 0.0), 2),
+                width=round(abs(at), 2),
+                from_=round(max(50 + at - half, 0.0), 2),
+                margin=round(2 * half, 2),
+                calls=calls[i] if calls else "",
+            )
+        )
+    return rows
+
+
+def _work(work: Sequence[WorkDifference]) -> list[Row]:
+    """Return the rows that changed most; collectives have their waiting below their transfer."""
+    differences, calls = [], []
+    different = changed(work)
+    for w in [*different, *(w for w in work if w not in different)][:MOST_WORK]:
+        both = [UNKNOWN if n is None else digits(round(n, 1)) for n in (w.a_calls, w.b_calls)]
+        differences.append(w.time)
+        calls.append(both[0] if both[0] == both[1] else " → ".join(both))
+        if w.wait is not None:
+            differences.append(w.wait)
+            calls.append("")
+    return _rows(differences, calls)
+
+
+def _page_findings(findings: Iterable[FindingChange]) -> list[tuple[FindingChange, str, str]]:
+    """Return each finding with what it would save in A and in B."""
+
+    def cell(ns: float | None, state: str) -> str:
+        if ns is not None:
+            return MINUS + formatting.duration(ns) if ns else "risk"
+        return "not known" if state == "unknown" else "none"
+
+    ordered = sorted(findings, key=lambda f: [f.state in group for group in GROUPS].index(True))
+    return [(f, cell(f.a_ns, f.state), cell(f.b_ns, f.state)) for f in ordered]

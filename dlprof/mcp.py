@@ -1,6 +1,7 @@
-"""What the server does for a client: each tool is a struct, its docstring and fields what the client learns of it.
+"""An MCP server over stdin and stdout, for AI assistants: they record, report and prove in the folders it was given.
 
-The work is done by `dlprof` commands, each a process of its own that is ended when the client is gone.
+Each tool is a struct: its docstring and fields are what a client learns of it. The work is done by `dlprof` commands,
+each a process of its own that is ended when the client is gone.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 import msgspec
+from mcp import types
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
 
 from dlprof.errors import DlprofError
-from dlprof.plain import NBSP, plain
+from dlprof.marks import __version__
+from dlprof.plain import NBSP, plain, words_of
 from dlprof.read import facts
 from dlprof.record.launch.process import has_ended, stat_of, tied
 from dlprof.record.launch.watching import kill
@@ -287,3 +292,54 @@ def _end(pid: int, run: Path, grace_s: float) -> None:
     while not has_ended(stat_of(pid)) and time.monotonic() < until:
         time.sleep(_TICK_S / 20)
     kill(pid, run)
+
+
+_ABOUT = (
+    "dlprof says where the time of a PyTorch training step goes, and what a change would gain. The usual way: record,"
+    " report, evidence, check_advice, try. Predictions are estimates until `try` has measured them."
+)
+_READS: dict[str, type[Tool]] = {
+    "report": Report,
+    "explain": Explain,
+    "evidence": Evidence,
+    "compare": Compare,
+    "check_advice": CheckAdvice,
+}
+_RUNS: dict[str, type[Tool]] = {"record": Record, "try": Try}
+
+
+def serve(folders: list[Path], *, read_only: bool) -> None:
+    """Answer a client on stdin and stdout until it is gone. `read_only`: without the tools that run commands."""
+    kinds = _READS | ({} if read_only else _RUNS)
+    with tempfile.TemporaryDirectory(prefix="dlprof-mcp-") as scratch:
+        anyio.run(_serve, kinds, Tools(folders, Path(scratch)))
+
+
+async def _serve(kinds: dict[str, type[Tool]], tools: Tools) -> None:
+    async def listed(_context: Any, _asked: Any) -> types.ListToolsResult:
+        return types.ListToolsResult(tools=[_described(name, kind) for name, kind in kinds.items()])
+
+    async def called(context: Any, request: types.CallToolRequestParams) -> types.CallToolResult:
+        since = time.monotonic()
+
+        async def tell(what: str) -> None:
+            await context.session.report_progress(time.monotonic() - since, None, what)
+
+        try:
+            if request.name not in kinds:
+                raise DlprofError(f"no tool {request.name!r}; there are: {', '.join(kinds)}")
+            arguments = msgspec.convert(request.arguments or {}, kinds[request.name])
+            text, failed = fitted(await tools.do(arguments, tell)), False
+        except Exception as e:  # noqa: BLE001 - a client gets one line, whatever went wrong
+            text, failed = plain(e if isinstance(e, msgspec.ValidationError) else words_of(e), 1_000), True
+        return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=failed)
+
+    server = Server("dlprof", version=__version__, instructions=_ABOUT, on_list_tools=listed, on_call_tool=called)
+    async with stdio_server() as (read, write):
+        await server.run(read, write, server.create_initialization_options())
+
+
+def _described(name: str, kind: type[Tool]) -> types.Tool:
+    (_,), schemas = msgspec.json.schema_components([kind])
+    schema = schemas[kind.__name__]
+    return types.Tool(name=name, description=schema.pop("description"), input_schema=schema)

@@ -1,1 +1,0 @@
-"""Several runs: the comparison of two, and summaries of more."""
