@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dlprof.analysis.whatif.answers import answers
-from dlprof.analysis.whatif.asked import PERFECT, Asked
+from dlprof.analysis.whatif import PERFECT, Asked, answers
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from simulator import folder, play

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis import notices, overview, settings
+from dlprof.analysis import notices, settings
 from dlprof.analysis.engine import Job, Measure, Measured, MeasureFailed, all_needed, measure
 from dlprof.analysis.estimate import (
     BESIDES,
@@ -26,14 +26,13 @@ from dlprof.analysis.estimate import (
     Rule,
     error_of,
 )
-from dlprof.analysis.figures import FIELDS
+from dlprof.analysis.figures import FIELDS, SECTIONS, facts, run_info
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
-from dlprof.analysis.proposals import proposals
+from dlprof.analysis.proposals import Basis, Piece, pieces, proposals, speedup, together
 from dlprof.analysis.source.where import Source, placed, told_once
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import LEAST_NOISE, saving
-from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.marks import __version__
 from dlprof.read.run import Run
@@ -56,7 +55,7 @@ def wanted(rules: Iterable[Rule]) -> list[Any]:
     needed += [r.explain for r in rules]
     needed += [p.draw for p in PICTURES]
     needed += [Basis, Source, *FIELDS.values()]
-    return [*needed, *overview.SECTIONS, notices.warnings]
+    return [*needed, *SECTIONS, notices.warnings]
 
 
 def every_frame(rules: Iterable[Rule]) -> list[Measure[pd.DataFrame]]:
@@ -81,7 +80,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     mine = {o.id: of for o, of in answered}
     figures: dict[str, Any] = {name: measured.call(make) for name, make in FIELDS.items()}
     return Result(
-        run=overview.run_info(measured.job, notices.all_warnings(measured)),
+        run=run_info(measured.job, notices.all_warnings(measured)),
         outcomes=tuple(outcomes),
         together=together(
             basis,
@@ -90,7 +89,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
         ),
         changes=proposals(basis, [(o, mine[o.id]) for o in outcomes if o.state == "found"], of_host, figures["budget"]),
         panels=tuple(p for p in drawn(measured, PICTURES) if p not in shown),
-        facts=overview.facts(measured),
+        facts=facts(measured),
         dlprof=__version__,
         **figures,
     )

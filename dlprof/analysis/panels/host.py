@@ -1,4 +1,4 @@
-"""Panels of host, as data that the page draws."""
+"""Panels of the host: stacks and lines of Python, loader workers, queued work and waits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import pandas as pd
 
 from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import worst
-from dlprof.analysis.host.profiles import counted_functions, flame_rows, profile_flame, profile_functions
-from dlprof.analysis.host.queue import FULL, device_lag, queue_series, queued_waits
-from dlprof.analysis.host.stacks import DOING, flame, hottest, is_own, line_times, shown
-from dlprof.analysis.host.syncs import syncs
+from dlprof.analysis.host.stacks import (
+    DOING,
+    counted_functions,
+    flame,
+    flame_rows,
+    hottest,
+    is_own,
+    line_times,
+    profile_flame,
+    profile_functions,
+    shown,
+)
+from dlprof.analysis.host.waiting import FULL, device_lag, queue_series, queued_waits, syncs
+from dlprof.analysis.input.loader import worker_means
 from dlprof.analysis.panel import MOST_RANKS, PHASES, Picture, points, table
+from dlprof.analysis.source.line_shares import line_shares, over_ranks
 from dlprof.analysis.timeline.steps import mean_step_ns
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import BY_LINE, Panel
 from dlprof.units import duration, quantity
 
@@ -317,3 +328,76 @@ def by_python(waits: pd.DataFrame) -> pd.DataFrame:
 
 
 SYNCS_PICTURE = Picture(draw_syncs)
+
+
+_WORKERS_COLUMNS = {
+    "rank": "rank",
+    "worker": "worker",
+    "batches": "batches",
+    "dur_ns": "fetch_ns",
+    "collate_ns": "of it collating_ns",
+    "cpu_ns": "CPU time_ns",
+    "delay_ns": "waiting for a core_ns",
+    "stored_bytes": "read from storage_bytes",
+    "read_bytes": "read in all_bytes",
+}
+
+
+# Loader workers that are shown, of all ranks.
+MOST_WORKERS = 64
+
+
+def draw_workers(worker_means: Frame = needs(worker_means)) -> list[Panel]:
+    """List what a mean batch takes each loader worker."""
+    if not (worker_means["worker"] >= 0).any():
+        raise DoesNotApply("no loader has workers")
+    note = "Means a batch in the steady steps; CPU time is the worker's whole process's."
+    if len(worker_means) > MOST_WORKERS:
+        note += f" The first {MOST_WORKERS} of {len(worker_means)} workers."
+    return [table("Loader workers: what a batch takes each", worker_means, _WORKERS_COLUMNS, MOST_WORKERS, note)]
+
+
+WORKERS_PICTURE = Picture(draw_workers)
+
+
+MOST_LINES_OF_PHASE = 12  # of a phase
+
+
+_LINE_SHARES_COLUMNS = {
+    "doing": "while",
+    "place": "line",
+    "function": "function",
+    "library": "in library code",
+    "share": "phase_share",
+    "of_all": "total_share",
+}
+
+
+def draw_line_shares(line_shares: Frame = needs(line_shares)) -> list[Panel]:
+    """Show in which lines of the user's files the training thread and the loader's workers were seen."""
+    lines = over_ranks(line_shares)
+    totals = lines.groupby("doing")["of"].first()
+    whole = {True: int(totals.get("worker", 0)), False: int(totals.drop("worker", errors="ignore").sum())}
+    lines = lines[lines["own"].astype(bool)]
+    lines = lines[lines["samples"] >= (LEAST_SHARE_OF_STACKS * lines["of"]).clip(lower=LEAST_SEEN)]
+    if not len(lines):
+        raise NotMeasured("no line of the user's was seen often enough")
+    # The phase that takes most of the thread comes first, the workers last.
+    order = lines["doing"].map(totals).mask(lines["doing"] == "worker", 0)
+    lines = lines.assign(order=order).sort_values(["order", "doing", "samples"], ascending=[False, True, False])
+    lines = lines[lines.groupby("doing").cumcount() < MOST_LINES_OF_PHASE]
+    lines = lines.assign(
+        place=lines["file"].astype(str) + ":" + lines["line"].astype(str),
+        of_all=lines["samples"] / (lines["doing"] == "worker").map(whole),
+        doing=lines["doing"].map(DOING),
+    )
+    note = (
+        f"{whole[False]:,} stacks of the training thread were seen"
+        + (f" and {whole[True]:,} of loader workers" if whole[True] else "")
+        + ". Each counts for the innermost line of your files that is in it, with what that line called."
+        " The total is that of the training thread's stacks, or of the workers'."
+    )
+    return [table("Time by line of your files", lines, _LINE_SHARES_COLUMNS, note=note)]
+
+
+LINE_SHARES_PICTURE = Picture(draw_line_shares)

@@ -11,7 +11,7 @@ from dlprof.analysis.machine.gpu_logs import gpu_uses
 from dlprof.analysis.machine.log_clocks import OPTIONS
 from dlprof.analysis.machine.samples import ENOUGH, sample_series
 from dlprof.analysis.panel import MOST_RANKS, Picture, points, table
-from dlprof.analysis.step.run_clock import began_ns, first_times
+from dlprof.analysis.step.whole_job import began_ns, first_times
 from dlprof.errors import DoesNotApply
 from dlprof.read.mixture import Taken
 from dlprof.result import Panel

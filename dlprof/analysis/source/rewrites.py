@@ -16,8 +16,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from dlprof.analysis.source.configuration import Change
 from dlprof.analysis.source.edits import Lines, NotEditable, parsed, utf8
+from dlprof.analysis.source.origins import Change
 
 
 @dataclass(frozen=True)

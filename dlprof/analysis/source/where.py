@@ -1,5 +1,5 @@
-"""The places of a finding: the related calls and the lines seen in its phases, in the user's files, and the modules of
-the model.
+"""The places of a finding: the related calls and the lines seen in its phases, in the user's files, the modules of the
+model, and the script's own options that do what a change does: a better remedy than an edit.
 
 Calls and phases come from tables: CONCERNS by rule; for other rules _PHASES, by the category of the rule's saving. The
 modules are those of the spans that the finding is about (CONCERNED).
@@ -7,7 +7,9 @@ modules are those of the spans that the finding is about (CONCERNED).
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,10 +30,10 @@ from dlprof.analysis.compute.cpu_work import is_product
 from dlprof.analysis.compute.kernels import kernels
 from dlprof.analysis.compute.operators import operator_work
 from dlprof.analysis.compute.products import misaligned_sizes
-from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank, within_rank
 from dlprof.analysis.host.gaps import host_gaps
 from dlprof.analysis.host.stacks import DOING, LEAST_SAMPLES
-from dlprof.analysis.host.syncs import sync_waits
+from dlprof.analysis.host.waiting import sync_waits
 from dlprof.analysis.idioms import IDIOMS
 from dlprof.analysis.modules.frames import Frames, module_frames
 from dlprof.analysis.modules.rows import module_rows
@@ -39,7 +41,6 @@ from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.modules.tree import around_of, built, inclusive
 from dlprof.analysis.modules.work import traced_exchanges
 from dlprof.analysis.source.line_shares import call_sites, line_shares, over_ranks
-from dlprof.analysis.source.options import Option, options, with_option
 from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites
 from dlprof.analysis.source.rewrites import REWRITES
 from dlprof.analysis.step.partition import exposed_communication
@@ -53,6 +54,85 @@ from dlprof.overrides import changes_numbers as numeric
 from dlprof.overrides import named
 from dlprof.result import Change, Outcome, Place, Setting
 from dlprof.result.figures import InModule
+
+# What options are called, without dashes and underscores, besides the setting's own name if that has several words.
+_NAMES: Mapping[str, str] = {
+    "autocast_enabled": "amp autocast mixedprecision automixedprecision fp16 bf16 half",
+    "compile": "compile torchcompile compilemodel",
+    "mode": "compilemode torchcompilemode compile torchcompile compilemodel",
+    "memory_format": "channelslast nhwc",
+    "num_workers": "workers nworkers ncpu dataworkers loaderworkers workerspergpu dataloadernumworkers",
+    "persistent_workers": "dataloaderpersistentworkers",
+    "pin_memory": "pinmem dataloaderpinmemory",
+    "prefetch_factor": "prefetch dataloaderprefetchfactor",
+    "fused": "fused fusedadam fusedoptimizer fusedoptim",
+}
+_OF_TYPE = {"fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of the script's command line; `switch`: it takes no value; `on`: it is given, or so by default."""
+
+    name: str
+    dest: str
+    switch: bool = False
+    on: bool = False
+
+
+@across_ranks
+def options(job: Job = needs(JOB)) -> list[Option]:
+    """Return the options that the script of the first rank has; none where argparse did not read its command line."""
+    rows = (job.facts[job.ranks[0]].get("options") or ()) if job.ranks else ()
+    known = (row for row in rows if row.get("name") and row.get("dest"))
+    return [Option(row["name"], row["dest"], bool(row.get("switch")), bool(row.get("on"))) for row in known]
+
+
+def with_option(change: Change, calls: Sequence[Call], options: Sequence[Option], *settings: Setting) -> Change:
+    """Return a change with the options of the script that do the same named first.
+
+    `calls`: those that take its settings; `settings`: what it does, if it does not say so itself.
+    """
+    kind = next((str(s.to) for s in change.settings if s.name == "autocast_dtype"), "")
+    sure: list[str] = []
+    looks: list[str] = []
+    for setting in settings or change.settings:
+        known = _known(setting.name, calls, options)
+        option = known or _alike(setting.name, options, kind)
+        if option is not None and not option.on and not (option.switch and setting.to in (False, 0)):
+            is_number = type(setting.to) in (int, float)
+            value = "" if option.switch else f" {setting.to}" if is_number else " …"
+            (sure if known else looks).append(f"`{option.name}{value}`")
+    has = [f"for it: {' '.join(sure)}"] if sure else []
+    has += [f"that looks like it: {' '.join(looks)}"] if looks else []
+    said = f"the script has an option {', and one '.join(has)}; else "
+    return replace(change, text=said + change.text) if has else change
+
+
+def _known(setting: str, calls: Sequence[Call], options: Sequence[Option]) -> Option | None:
+    """Return the option whose value is the setting's in all of the calls: `num_workers=args.workers`."""
+    of_calls = {_given(call.source, setting) for call in calls}
+    return next((option for option in options if of_calls == {option.dest}), None)
+
+
+def _given(source: str, setting: str) -> str:
+    """Return the attribute that is given as a keyword in a line; "": none is."""
+    for text in (source, f"{source} pass"):
+        with suppress(SyntaxError, ValueError):
+            given = [n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.keyword) and n.arg == setting]
+            return given[0].attr if len(given) == 1 and isinstance(given[0], ast.Attribute) else ""
+    return ""
+
+
+def _alike(setting: str, options: Sequence[Option], kind: str) -> Option | None:
+    words = [*([setting.replace("_", "")] if "_" in setting else []), *_NAMES.get(setting, "").split()]
+    of = {_bare(option.name): option for option in reversed(options)}
+    return next((of[word] for word in words if word in of and _OF_TYPE.get(word, kind) == kind), None)
+
+
+def _bare(name: str) -> str:
+    return name.strip("-").replace("-", "").replace("_", "").lower().removeprefix("use").removeprefix("enable")
+
 
 # The most calls of a kind and the most lines that a finding names, and the least share of the stacks of such a line.
 # With LEAST_SAMPLES × 8 stacks, the sampling error of a share of a twentieth is a third of it.

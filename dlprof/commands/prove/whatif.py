@@ -51,8 +51,7 @@ def whatif(
 
     Predicts each change alone, and all at once. Nothing is run. Each prediction lists what it cannot know.
     """
-    from dlprof.analysis.whatif.answers import answers
-    from dlprof.analysis.whatif.asked import Asked, factor
+    from dlprof.analysis.whatif import Asked, answers, factor
     from dlprof.commands.progress import Progress
     from dlprof.commands.report import print_summary, write_summary
     from dlprof.read.run import open_run

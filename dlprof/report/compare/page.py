@@ -11,9 +11,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from dlprof.analysis.compare.comparison import Comparison, FindingChange, WorkDifference
+from dlprof.analysis.compare.comparison import NOISE, Comparison, Difference, FindingChange, WorkDifference
 from dlprof.analysis.compare.ladder import Ladder, Rung, Step
-from dlprof.analysis.compare.significance import NOISE, Difference
 from dlprof.plain import plain
 from dlprof.report import formatting, html, looks
 from dlprof.report.compare import text as compare_text

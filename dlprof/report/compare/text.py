@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dlprof.analysis.compare.comparison import Comparison, FindingChange, WorkDifference
-from dlprof.analysis.compare.predictions import Prediction
-from dlprof.analysis.compare.settings_diff import Setting
-from dlprof.analysis.compare.significance import Difference, Verdict
+from dlprof.analysis.compare.comparison import (
+    Comparison,
+    Difference,
+    FindingChange,
+    Prediction,
+    Setting,
+    Verdict,
+    WorkDifference,
+)
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks
 from dlprof.report.terminal import NARROWEST, columns, legend, painter, stripe, wrap

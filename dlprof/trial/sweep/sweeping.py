@@ -22,8 +22,7 @@ from pathlib import Path
 from msgspec.structs import replace as changed
 
 from dlprof import overrides
-from dlprof.analysis.whatif.answers import predictions
-from dlprof.analysis.whatif.asked import Asked
+from dlprof.analysis.whatif import Asked, predictions
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import compact, write, writing
 from dlprof.overrides import Value

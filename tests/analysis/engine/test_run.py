@@ -34,8 +34,7 @@ from dlprof.analysis.engine import (
     open_store,
     per_rank,
 )
-from dlprof.analysis.engine.packed import Packed, packed, together
-from dlprof.analysis.engine.ranks import RankAnswer
+from dlprof.analysis.engine.ranks import Packed, RankAnswer, packed, together
 from dlprof.analysis.engine.run import PROCESS_BYTES, USED, at_once, measure_rank, processes, serial, travelling
 from dlprof.analysis.estimate import Estimate, Rule
 from dlprof.analysis.step.breakdown import breakdown

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.source.options import Option, options, with_option
 from dlprof.analysis.source.patches import Call
+from dlprof.analysis.source.where import Option, options, with_option
 from dlprof.result import Change, Setting, change
 from tests.fixtures.runs import CPU, MS, light, measured, recorded
 

@@ -18,14 +18,14 @@ from dlprof.analysis.engine import Maybe
 from dlprof.analysis.idioms import BY_NAME
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.rules import RULES
-from dlprof.analysis.source.formats import call_of
+from dlprof.analysis.source.insertions import call_of
 from dlprof.analysis.source.line_shares import busiest, call_sites, line_shares, over_ranks
-from dlprof.analysis.source.options import Option
 from dlprof.analysis.source.patches import Call, Recorded, Span
 from dlprof.analysis.source.where import (
     CONCERNED,
     CONCERNS,
     MOST_NAMED,
+    Option,
     Source,
     changes_numbers,
     concerned_rows,

@@ -14,14 +14,12 @@ import pytest
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.engine import Measured, RankData
-from dlprof.analysis.step.blocked import blocked, contention
-from dlprof.analysis.step.breakdown import breakdown, part, part_noise, room
+from dlprof.analysis.panels.step import MOST_STREAMS, MOST_WORKERS, excerpt
+from dlprof.analysis.step.breakdown import blocked, breakdown, contention, part, part_noise, room
 from dlprof.analysis.step.partition import partition
-from dlprof.analysis.step.run_clock import began_ns, first_times, step_times
 from dlprof.analysis.step.savings import own_time, saving, saving_in_pipelines, saving_input, spread, window_likeness
-from dlprof.analysis.step.step_timeline import MOST_STREAMS, MOST_WORKERS, excerpt
 from dlprof.analysis.step.unused import lines_between, unused_forward
-from dlprof.analysis.step.whole_job import PARTS, validation, whole_job
+from dlprof.analysis.step.whole_job import PARTS, began_ns, first_times, step_times, validation, whole_job
 from dlprof.analysis.timeline.steady import STRETCHES, standard_error
 from dlprof.analysis.timeline.steps import step_means, timing
 from dlprof.errors import NotMeasured

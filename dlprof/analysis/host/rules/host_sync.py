@@ -25,7 +25,7 @@ from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
 from dlprof.analysis.host.parts import WAITS, gains_of, host_parts
-from dlprof.analysis.host.syncs import GRAD_SCALER, linked
+from dlprof.analysis.host.waiting import GRAD_SCALER, linked
 from dlprof.analysis.panel import table
 from dlprof.analysis.panels.host import COLUMNS, by_python
 from dlprof.analysis.timeline.steps import check_marked, step_means

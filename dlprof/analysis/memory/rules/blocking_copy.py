@@ -19,7 +19,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
-from dlprof.analysis.host.syncs import linked, together
+from dlprof.analysis.host.waiting import linked, together
 from dlprof.analysis.memory.copies import copies
 from dlprof.analysis.panels.compute import copy_table
 from dlprof.units import duration, often

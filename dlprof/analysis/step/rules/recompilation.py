@@ -25,8 +25,8 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.host.between import HeldUp, held_up
 from dlprof.analysis.host.gaps import HOST
+from dlprof.analysis.host.parts import HeldUp, held_up
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import breakdown, part, room
 from dlprof.analysis.step.savings import stall_savings

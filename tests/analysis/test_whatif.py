@@ -10,8 +10,7 @@ import pytest
 
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
-from dlprof.analysis.whatif.answers import COLUMNS, answers, predictions, replays
-from dlprof.analysis.whatif.asked import PERFECT, Asked, factor
+from dlprof.analysis.whatif import COLUMNS, PERFECT, Asked, answers, factor, predictions, replays
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import open_run
 from tests.fixtures import loaders, pipelines, runs, traces

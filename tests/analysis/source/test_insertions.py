@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dlprof.analysis.source.blocks import autocast, pair
 from dlprof.analysis.source.edits import Call, NotEditable, Recorded
+from dlprof.analysis.source.insertions import autocast, pair
 from dlprof.analysis.source.patches import patch_of
 from dlprof.analysis.source.where import _located
 from dlprof.result import change
