@@ -29,8 +29,8 @@ from dlprof.analysis.estimate import (
 from dlprof.analysis.figures import FIELDS, SECTIONS, facts, run_info
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
-from dlprof.analysis.proposals import Basis, Piece, pieces, proposals, speedup, together
-from dlprof.analysis.source.where import Source, placed, told_once
+from dlprof.analysis.proposals import Basis, Piece, combined_saving, pieces, proposals, speedup
+from dlprof.analysis.source.where import Source, each_line_once, placed
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import LEAST_NOISE, saving
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
@@ -74,7 +74,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     first = {o.id for o in outcomes if o.state == "found" and o.scope == "failure"}
     rank_of = _ranks(outcomes, rules, settings.on_gpu(measured.job))
     by = sorted(outcomes, key=lambda o: (order[o.state], o.training, o.id not in first, *rank_of[o.id], o.id))
-    outcomes = told_once(by)
+    outcomes = each_line_once(by)
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
     of_host = {rule.id for rule in rules if rule.of_host}
     mine = {o.id: of for o, of in answered}
@@ -82,7 +82,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     return Result(
         run=run_info(measured.job, notices.all_warnings(measured)),
         outcomes=tuple(outcomes),
-        together=together(
+        together=combined_saving(
             basis,
             [(o, mine) for o, mine in answered if o.state == "found" and not o.training],
             of_host,

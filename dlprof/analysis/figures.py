@@ -646,7 +646,7 @@ def _of_recording(
 ) -> list[Fact]:
     section = _Section("Recording")
     section.add("a step begins at", [_MARKS.get(m, m) for m in _several(job, "step", "mark")])
-    untraced = settings.not_asked(job)
+    untraced = settings.untraced_by_choice(job)
     states = _several(job, "window", "state")
     section.add("trace window", [state for state in states if state != "not_asked"] or states)
     if untraced:

@@ -205,7 +205,7 @@ def warnings(
 
 def _of_untraced(job: Job) -> list[str]:
     """Say how many ranks a trace was requested from, where not from all."""
-    untraced = {r: (job.facts[r].get("window") or {}).get("asked") for r in settings.not_asked(job)}
+    untraced = {r: (job.facts[r].get("window") or {}).get("asked") for r in settings.untraced_by_choice(job)}
     if not untraced:
         return []
     traced = len(job.ranks) - len(untraced)
@@ -371,7 +371,7 @@ def _of_window(job: Job, frame: pd.DataFrame, *, reproduced: bool) -> list[str]:
 
 def _of_rest(job: Job, means: pd.DataFrame, rest: Mapping[int, float]) -> list[str]:
     """Say what is known of the unattributed time of a step, where it is large."""
-    untraced = settings.not_asked(job)
+    untraced = settings.untraced_by_choice(job)
     shares = {r: ns / float(means["step_ns"].loc[r]) for r, ns in rest.items() if r not in untraced}
     worst = max(shares, key=lambda r: shares[r], default=None)
     if worst is None or shares[worst] < _NOTABLE_REST:

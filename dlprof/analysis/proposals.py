@@ -17,7 +17,7 @@ from dlprof.analysis.estimate import LEAST_SHARE, Rule
 from dlprof.analysis.host.parts import ALL, host_parts
 from dlprof.analysis.input.loader import fed_ns
 from dlprof.analysis.source.where import changes_numbers
-from dlprof.analysis.step.breakdown import breakdown, part, room
+from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.step.savings import saving as replay
 from dlprof.analysis.step.whole_job import loop_step_ns, run_step_ns
@@ -69,7 +69,7 @@ class Basis:
         consistent, so the smaller of the two counts, and the finding says so.
         """
         frame = self.breakdown.or_none() if categories else None
-        return math.inf if frame is None else room(frame, categories)
+        return math.inf if frame is None else most_saved_ns(frame, categories)
 
 
 def pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[Piece]:
@@ -82,7 +82,7 @@ def pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[Pi
     return split if split and left <= 0 else [*split, (others or frozenset(rule.saves_from), left)]
 
 
-def together(
+def combined_saving(
     basis: Basis, found: Sequence[tuple[Outcome, list[Piece]]], of_host: Collection[str] = ()
 ) -> Together | None:
     """Bound the combined saving of all findings; `of_host`: the rules on the device's waiting for its host.
@@ -163,7 +163,7 @@ def _removable(basis: Basis, categories: frozenset[str]) -> float:
     frame, own = basis.breakdown.or_none(), basis.own_time.or_none()
     # Waiting, in communication and bubbles, ends with its cause: a replay of the ranks' own time has none of it.
     if frame is not None and {"communication", "pipeline_bubble"} & categories:
-        return room(frame, categories)
+        return most_saved_ns(frame, categories)
     if frame is None or own is None:
         return math.inf
     return replay(own, part(frame, *categories))
@@ -281,7 +281,7 @@ def _gone(
     timed = [(o, list(mine)) for o, mine in found if o.scope not in TIMELESS]
     if len(timed) < 2:
         return min(sum(o.saving_ns for o, _ in timed), whole)
-    bound = together(basis, timed, of_host)
+    bound = combined_saving(basis, timed, of_host)
     return min(bound.saving_ns if bound else sum(o.saving_ns for o, _ in timed), whole)
 
 

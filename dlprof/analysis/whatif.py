@@ -62,7 +62,7 @@ _FACTOR = re.compile(r"[x×]?\s*(\d+(?:\.\d+)?)\s*[x×]?")
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """Changes of a run. Factors say how many times as fast something is; None: as it is."""
 
     input: float | None = None  # making batches; PERFECT: each is ready when it is requested
@@ -81,15 +81,15 @@ class Asked:
         return tuple(_written(f.name, getattr(self, f.name)) for f in fields(self) if self._sets(f.name))
 
     @property
-    def singles(self) -> Iterator[Asked]:
+    def singles(self) -> Iterator[Request]:
         """Each change alone."""
         for f in fields(self):
             if self._sets(f.name):
-                yield replace(Asked(), **{f.name: getattr(self, f.name)})
+                yield replace(Request(), **{f.name: getattr(self, f.name)})
 
-    def without(self, others: Iterable[Asked]) -> Asked:
+    def without(self, others: Iterable[Request]) -> Request:
         """Return the changes that none of the others makes."""
-        none = Asked()
+        none = Request()
         names = {f.name for one in others for f in fields(one) if one._sets(f.name)}
         return replace(self, **{name: getattr(none, name) for name in names})
 
@@ -154,21 +154,21 @@ class Known:
     throughput: Maybe[Throughput] = maybe(throughput)
 
 
-def answers(run: Run, request: Asked, jobs: int | None = None, progress: Progress | None = None) -> Answers:
+def answers(run: Run, request: Request, jobs: int | None = None, progress: Progress | None = None) -> Answers:
     """Return what the changes give on a run; raise NotMeasured where no step of it is known."""
     singles = tuple(request.singles)
     every = (*singles, request) if len(singles) > 1 else singles
-    measured = measure(run, [Known], jobs, progress, also=partial(replays, (Asked(), *every)))
+    measured = measure(run, [Known], jobs, progress, also=partial(replays, (Request(), *every)))
     return answered(measured, every, len(singles))
 
 
-def predictions(run: Run, changes: Sequence[Asked]) -> list[Answer]:
+def predictions(run: Run, changes: Sequence[Request]) -> list[Answer]:
     """Return what each of several changes gives alone; raise NotMeasured where no step of the run is known."""
-    measured = measure(run, [Known], also=partial(replays, (Asked(), *changes)))
+    measured = measure(run, [Known], also=partial(replays, (Request(), *changes)))
     return list(answered(measured, changes, len(changes)).alone)
 
 
-def answered(measured: Measured, every: Sequence[Asked], singles: int) -> Answers:
+def answered(measured: Measured, every: Sequence[Request], singles: int) -> Answers:
     """Return the answers from what was measured: of `every`, the first so many are single changes."""
     try:
         known = measured.call(Known)
@@ -211,7 +211,7 @@ class _Replayed:
         return float(np.interp(left, mine["communication"], mine["ratio"]))
 
 
-def _answer(known: Known, change: Asked, replayed: _Replayed) -> Answer:
+def _answer(known: Known, change: Request, replayed: _Replayed) -> Answer:
     try:
         step, unknown = _step(known, change, replayed)
     except NotMeasured as e:
@@ -222,7 +222,7 @@ def _answer(known: Known, change: Asked, replayed: _Replayed) -> Answer:
     return Answer(change.named, step, error_ns=error, unknown=tuple(dict.fromkeys(unknown)))
 
 
-def _step(known: Known, change: Asked, replays: _Replayed) -> tuple[float, list[str]]:
+def _step(known: Known, change: Request, replays: _Replayed) -> tuple[float, list[str]]:
     """Return the mean steady step with some changes, and what is not known of it; raise NotMeasured."""
     unknown: list[str] = []
     factor = _of_pipeline(known, change, unknown) if change.of_pipeline else 1.0
@@ -241,10 +241,10 @@ def _step(known: Known, change: Asked, replays: _Replayed) -> tuple[float, list[
     return max((known.mean_step_ns - gain) * factor, 0.0), unknown
 
 
-def _settled(known: Known, change: Asked, gone: Mapping[int, float]) -> float:
+def _settled(known: Known, change: Request, gone: Mapping[int, float]) -> float:
     """Return how much shorter the job's step is where each rank's own time is shorter by so much; below 0: longer."""
     series = known.step_series.or_none()
-    if change == Asked(input=PERFECT) and series is not None:
+    if change == Request(input=PERFECT) and series is not None:
         return saving_input(series, known.own_time, gone)
     if min(gone.values()) >= 0:
         return saving(known.own_time, gone)
@@ -252,7 +252,7 @@ def _settled(known: Known, change: Asked, gone: Mapping[int, float]) -> float:
     return float(own.max() - max(own[r] - ns for r, ns in gone.items()))
 
 
-def _gained(known: Known, change: Asked, replays: _Replayed, rank: int, own_ns: float, unknown: list[str]) -> float:
+def _gained(known: Known, change: Request, replays: _Replayed, rank: int, own_ns: float, unknown: list[str]) -> float:
     """Return how much shorter a rank's own time is, ns; below 0: longer."""
     cpu = settings.on_cpu(known.job)
     left = _communication_left(known, change, rank, unknown) if change.network is not None and not cpu else 1.0
@@ -275,7 +275,7 @@ def _gained(known: Known, change: Asked, replays: _Replayed, rank: int, own_ns: 
     return (1 - (then if whole is None else whole)) * step
 
 
-def _gained_on_cpu(known: Known, change: Asked, rank: int, own_ns: float, unknown: list[str]) -> float:
+def _gained_on_cpu(known: Known, change: Request, rank: int, own_ns: float, unknown: list[str]) -> float:
     """Return the same for a rank without a device: its parts of the step at the requested speeds."""
     if change.host is not None or change.copies is not None:
         raise NotMeasured("the job trains on the CPU: device is what computes there, and nothing is copied")
@@ -306,7 +306,7 @@ def _gained_on_cpu(known: Known, change: Asked, rank: int, own_ns: float, unknow
     return removed
 
 
-def _with_loader(recordings: Paces, rank: int, change: Asked, own: float) -> float:
+def _with_loader(recordings: Paces, rank: int, change: Request, own: float) -> float:
     """Return a rank's step if the loop's own work takes `own` times as long and the loader changes as requested."""
     now, pace = trusted(recordings, rank), recordings.of(rank)
     then = replace(pace, own=pace.own * own)
@@ -339,7 +339,7 @@ def _why(known: Known, rank: int) -> str:
     return ""
 
 
-def _communication_left(known: Known, change: Asked, rank: int, unknown: list[str]) -> float:
+def _communication_left(known: Known, change: Request, rank: int, unknown: list[str]) -> float:
     """Return the remaining share of a rank's collectives on a faster network: the waiting in them stays."""
     assert change.network is not None
     exposed_transfer = known.exposed_transfer.get()
@@ -357,7 +357,7 @@ def _communication_left(known: Known, change: Asked, rank: int, unknown: list[st
     return 1 - moves * (1 - 1 / change.network)
 
 
-def _of_pipeline(known: Known, change: Asked, unknown: list[str]) -> float:
+def _of_pipeline(known: Known, change: Request, unknown: list[str]) -> float:
     """Return the pipeline's step with other settings as a multiple of its present step: the slowest of several."""
     if change.device is not None or change.network is not None:
         unknown.append("a pipeline's gain is taken to be the same share of a step that is faster anyway")
@@ -375,7 +375,7 @@ LEFT = (0.0, 0.5, 1.0)
 COLUMNS = ("change", "fetch", "communication", "ratio")
 
 
-def replays(changes: Sequence[Asked], rank: RankData) -> pd.DataFrame:
+def replays(changes: Sequence[Request], rank: RankData) -> pd.DataFrame:
     """Return the rank's step with each change, as a multiple of its present step.
 
     Columns: change (its place in `changes`), fetch (1: with the wait for data as it is, 0: without), communication (the
@@ -398,7 +398,7 @@ def replays(changes: Sequence[Asked], rank: RankData) -> pd.DataFrame:
     return rank.call(ratios)
 
 
-def _durations(change: Asked, work: pd.DataFrame, now: NDArray[np.int64], left: float) -> NDArray[np.int64]:
+def _durations(change: Request, work: pd.DataFrame, now: NDArray[np.int64], left: float) -> NDArray[np.int64]:
     """Return how long each piece of the device's work takes; kernels keep the least that any kernel takes."""
     then = now.astype(float)
     if change.device is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.engine import Measured
-from dlprof.analysis.figures import SECTIONS, run_info
+from dlprof.analysis.figures import SECTIONS, override_effects, run_info
 from dlprof.analysis.figures import facts as facts_of
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels.machine import SAMPLES_PICTURE

@@ -84,7 +84,7 @@ def packed(value: Any) -> Any:
     return Packed(tuple(value.columns), tuple(arrays), len(value))
 
 
-def together(frames: Sequence[pd.DataFrame | Packed]) -> pd.DataFrame:
+def concatenated(frames: Sequence[pd.DataFrame | Packed]) -> pd.DataFrame:
     """Return the rows of all frames, one after the other, with a new index, as pd.concat does."""
     alike = [f for f in frames if isinstance(f, Packed)]
     if len(alike) < len(frames) or len({(f.columns, *map(_kind, f.arrays)) for f in alike}) != 1:
@@ -276,7 +276,7 @@ class Failure:
 
 Answer = Any  # the value of a measure, NotMeasured or a Failure
 FRAMES = (pd.DataFrame, Packed)
-TOGETHER = object()  # in place of a rank's frame that is part of all ranks' now
+COMBINED = object()  # in place of a rank's frame that is part of all ranks' now
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ class Measured(Job):
         # A copy, as the frames of single ranks are dropped once they are combined: many ranks have many small ones.
         self._answers = {r: dict(answer.answers) for r, answer in ranks.items()}
         self._across: dict[str, Answer] = {}
-        self._together: dict[str, Answer] = {}
+        self._combined: dict[str, Answer] = {}
 
     def call(self, function: Callable[..., T], *given: Any) -> T:
         """Call a function with `given` and what its other parameters need.
@@ -360,9 +360,9 @@ class Measured(Job):
         """
         if measure.across and measure.name not in self._across:
             self._across[measure.name] = answered(partial(call_with, measure.function, measure.needs, self._value))
-        elif not measure.across and measure.name not in self._together:
-            self._together[measure.name] = self._of_all_ranks(measure)
-        answer = (self._across if measure.across else self._together)[measure.name]
+        elif not measure.across and measure.name not in self._combined:
+            self._combined[measure.name] = self._of_all_ranks(measure)
+        answer = (self._across if measure.across else self._combined)[measure.name]
         if isinstance(answer, NotMeasured):
             raise answer
         if isinstance(answer, Failure):
@@ -380,10 +380,10 @@ class Measured(Job):
                 first = answer
         if not frames:
             return first if first is not None else NotMeasured(_NOTHING_READ)
-        whole = together(frames)
+        whole = concatenated(frames)
         whole["rank"] = np.repeat(np.array(ranks, dtype=np.int64), [len(frame) for frame in frames])
         for r in ranks:
-            self._answers[r][measure.name] = TOGETHER
+            self._answers[r][measure.name] = COMBINED
         return whole
 
     def lacking(self, measure: Measure[Any]) -> dict[int, str]:
@@ -392,7 +392,7 @@ class Measured(Job):
         return {
             r: a.text if isinstance(a, Failure) else str(a or _NOTHING_READ)
             for r, a in answers.items()
-            if a is not TOGETHER and not isinstance(a, FRAMES)
+            if a is not COMBINED and not isinstance(a, FRAMES)
         }
 
     def failures(self) -> dict[str, list[int]]:

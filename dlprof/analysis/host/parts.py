@@ -36,12 +36,11 @@ from dlprof.analysis.host.gaps import (
 )
 from dlprof.analysis.host.waiting import sync_waits
 from dlprof.analysis.memory.copies import freeing_ns
-from dlprof.analysis.source.line_shares import busiest
+from dlprof.analysis.source.line_shares import busiest, lines_between
 from dlprof.analysis.source.patches import Call
 from dlprof.analysis.step.breakdown import breakdown, part, part_least
 from dlprof.analysis.step.partition import in_optimizer
 from dlprof.analysis.step.savings import own_time, saving
-from dlprof.analysis.step.unused import lines_between
 from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
 from dlprof.analysis.timeline.launches import Launches, launches
 from dlprof.analysis.timeline.replay import Kept

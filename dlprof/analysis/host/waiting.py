@@ -192,7 +192,7 @@ _READS = ("aten::item", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::
 
 MOST_SYNCS = 20
 
-_WAIT = ["asked", "call", "copied"]
+_WAIT = ["caller", "call", "copied"]
 _KIND = [*_WAIT, "looped"]
 
 
@@ -220,10 +220,10 @@ def syncs(
 ) -> pd.DataFrame:
     """Return what made the training thread wait in the steady traced steps, the longest first.
 
-    Columns: asked (the outermost operator, GRAD_SCALER, or "" where Python called the runtime itself), call (the
+    Columns: caller (the outermost operator, GRAD_SCALER, or "" where Python called the runtime itself), call (the
     runtime's), copied (of a copy to the device, the host memory that is waited for: "pinned", "pageable", else ""),
     looped (1: in a loop over parameters), calls, ns (the thread's wait) and idle_ns (how long the device then had
-    nothing because the host had launched nothing more), all a step; together_ns, how much shorter the mean steady step
+    nothing because the host had launched nothing more), all a step; gain_ns, how much shorter the mean steady step
     would be without all waits of the same `copied` (NaN: the trace does not link launches to kernels). On the CPU,
     where values are only read, all times are NaN. Raises NotMeasured without a trace.
     """
@@ -235,42 +235,42 @@ def syncs(
         read = ops[host.is_named(ops, *_READS)]
         read = read[iv.holds(iv.merge(timing.host_windows), read["start_ns"].to_numpy())]
         counts = read["name"].astype("str").value_counts().head(MOST_SYNCS)
-        times = dict.fromkeys(("ns", "idle_ns", "together_ns"), np.nan)
-        counted = {"asked": counts.index, "call": "", "copied": "", "looped": 0, "calls": counts.to_numpy() / steps}
+        times = dict.fromkeys(("ns", "idle_ns", "gain_ns"), np.nan)
+        counted = {"caller": counts.index, "call": "", "copied": "", "looped": 0, "calls": counts.to_numpy() / steps}
         return pd.DataFrame(counted | times)
     waits = sync_waits.get()
     own = iv.holds(grad_scaler_reads(on_training_thread, ops), waits["start_ns"].to_numpy())
     loops = segments.or_none()
     waits = waits.assign(
-        asked=waits["asked"].mask(own, GRAD_SCALER),
+        caller=waits["caller"].mask(own, GRAD_SCALER),
         looped=iv.holds(loops.looping if loops else iv.EMPTY, waits["start_ns"].to_numpy()).astype(int),
         calls=1.0,
         ns=(waits["end_ns"] - waits["start_ns"]).astype(float),
         idle_ns=_then_idle(idle.get(), host_gaps, waits),
     )
     kinds = waits.groupby(_KIND)[["calls", "ns", "idle_ns"]].sum().div(steps).reset_index()
-    kinds = kinds.assign(together_ns=np.nan)
+    kinds = kinds.assign(gain_ns=np.nan)
     if whatif := what_if.or_none():
         # Several of the replay's waits may lie in one operator.
         begins = np.array([wait.begin for wait in whatif.replay.waits], dtype=np.int64)
         for copied, same in waits.groupby("copied"):
             around = iv.union(same["start_ns"].to_numpy(), same["end_ns"].to_numpy())
             free = np.flatnonzero(iv.holds(around, begins)).tolist()
-            kinds.loc[kinds["copied"] == copied, "together_ns"] = whatif.gain_ns(free=free) if free else 0.0
+            kinds.loc[kinds["copied"] == copied, "gain_ns"] = whatif.gain_ns(free=free) if free else 0.0
     return kinds.sort_values("ns", ascending=False, kind="stable", ignore_index=True).head(MOST_SYNCS)
 
 
 @across_ranks
 def linked(syncs: Frame = needs(syncs)) -> pd.DataFrame:
     """Return `syncs`; raise NotMeasured where what the waits cost is not known."""
-    if len(syncs) and syncs["together_ns"].isna().all():
+    if len(syncs) and syncs["gain_ns"].isna().all():
         raise NotMeasured(f"{NOT_LINKED}, or holds no device work")
     return syncs
 
 
-def together(job: Job, waits: pd.DataFrame) -> dict[int, float]:
+def gains_without(job: Job, waits: pd.DataFrame) -> dict[int, float]:
     """Return what each rank gains without any of some rows of `syncs` that copy from the same memory, ns a step."""
-    gains = waits.groupby("rank")["together_ns"].max().fillna(0.0)
+    gains = waits.groupby("rank")["gain_ns"].max().fillna(0.0)
     return {rank: float(gains.get(rank, 0.0)) for rank in job.ranks}
 
 
@@ -307,7 +307,7 @@ def _operators(thread: pd.DataFrame) -> pd.DataFrame:
 
 
 def _waits(thread: pd.DataFrame, ops: pd.DataFrame, device_work: pd.DataFrame) -> pd.DataFrame:
-    """Return each wait once, in order: asked, call, copied, start_ns, end_ns, row (of its call, in the spans).
+    """Return each wait once, in order: caller, call, copied, start_ns, end_ns, row (of its call, in the spans).
 
     An operator that copies and synchronises waits once; its longest call names the wait.
     """
@@ -330,7 +330,7 @@ def _waits(thread: pd.DataFrame, ops: pd.DataFrame, device_work: pd.DataFrame) -
     operators = host.written(ops["name"])
     frame = pd.DataFrame(
         {
-            "asked": [operators[op] if op >= 0 else "" for op in within],
+            "caller": [operators[op] if op >= 0 else "" for op in within],
             "call": host.written(called["name"])[waits],
             "copied": copied[waits],
             "row": called.index.to_numpy()[waits],

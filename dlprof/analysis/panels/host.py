@@ -299,7 +299,7 @@ STACKS_PICTURE = Picture(draw_stacks)
 
 
 COLUMNS = {
-    "asked": "by",
+    "caller": "by",
     "call": "waits in",
     "calls": "times a step",
     "ns": "waiting a step_ns",
@@ -316,7 +316,7 @@ def draw_syncs(syncs: Frame = needs(syncs)) -> list[Panel]:
     mine = syncs[syncs["rank"] == rank]
     if mine["ns"].isna().any():
         note = "On a GPU each of these would wait until the device has caught up."
-        columns = {name: COLUMNS[name] for name in ("asked", "calls")}
+        columns = {name: COLUMNS[name] for name in ("caller", "calls")}
         return [table(f"Values read out of tensors, rank {rank}", mine, columns, note=note)]
     note = "Then idle: the device, which ran dry meanwhile, had nothing to do until the host had launched again."
     return [table(f"Waiting until the device has caught up, rank {rank}", by_python(mine), COLUMNS, note=note)]
@@ -324,7 +324,7 @@ def draw_syncs(syncs: Frame = needs(syncs)) -> list[Panel]:
 
 def by_python(waits: pd.DataFrame) -> pd.DataFrame:
     """Return rows of `syncs` with "Python" as the caller where no operator called."""
-    return waits.assign(asked=waits["asked"].replace("", "Python"))
+    return waits.assign(caller=waits["caller"].replace("", "Python"))
 
 
 SYNCS_PICTURE = Picture(draw_syncs)

@@ -414,7 +414,7 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     return replace(outcome, where=tuple(where), changes=changes, modules=modules)
 
 
-def told_once(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def each_line_once(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Return the outcomes, the largest first. If several name the same line, only the largest keeps it."""
     shown: set[tuple[str, int, str]] = set()
     found = []

@@ -420,7 +420,7 @@ def part_noise(breakdown: pd.DataFrame, *categories: str) -> float:
     return float(noise.max()) if len(noise) else 0.0
 
 
-def room(breakdown: pd.DataFrame, categories: Iterable[str]) -> float:
+def most_saved_ns(breakdown: pd.DataFrame, categories: Iterable[str]) -> float:
     """Return the most that the mean steady step can shrink if some categories disappear, ns.
 
     That is the largest over the ranks of a rank's own time in these categories, plus its waiting, up to the other

@@ -14,8 +14,9 @@ import pandas as pd
 from dlprof import schema
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.machine.samples import sample_series
+from dlprof.analysis.timeline.patterns import Pattern, patterns
 from dlprof.analysis.timeline.stalls import KINDS
-from dlprof.analysis.timeline.steady import light_steps, standard_error
+from dlprof.analysis.timeline.steady import light_steps, standard_error, steady_steps
 from dlprof.analysis.timeline.steps import step_series
 from dlprof.errors import NotMeasured
 
@@ -168,6 +169,32 @@ def validation(light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
         "forward_share": float(mine["forward_ns"].clip(lower=0).sum()) / total if total else 0.0,
         "fetches": float(mine["fetches"].clip(lower=0).sum()) / phases,
         "inside": int((trains & (light_steps["unused_forward_ns"] > light_steps["dur_ns"] * _MOSTLY)).sum()),
+    }
+    return pd.DataFrame([row])
+
+
+@per_rank
+def unused_forward(
+    steady_steps: Frame = needs(steady_steps), patterns: Maybe[tuple[Pattern, ...]] = maybe(patterns)
+) -> pd.DataFrame:
+    """Return one row: the time and number of forward passes of a steady step that no backward pass uses.
+
+    Columns: ns and its standard error noise_ns, share (of the time in forward passes), forwards (of a step), backwards.
+    Steps with periodic extra work are left out. Raises NotMeasured where it was not recorded.
+    """
+    between = [n for one in patterns.or_none() or () if not one.trains for n in one.steps]
+    steps = steady_steps[~steady_steps["step"].isin(between)]
+    unused = steps["unused_forward_ns"].to_numpy(dtype=float)
+    if not len(steps) or (unused < 0).any():
+        raise NotMeasured("which forward passes a backward pass uses was not recorded, or no steady step was")
+    # In most steps: work in only a few of them is not part of each.
+    ns = float(unused.mean()) if np.median(unused) > 0 else 0.0
+    row = {
+        "ns": ns,
+        "noise_ns": standard_error(unused),
+        "share": ns / max(float(steps["forward_ns"].mean()), 1.0),
+        "forwards": float(steps["forwards"].median()),
+        "backwards": float(steps["backwards"].median()),
     }
     return pd.DataFrame([row])
 

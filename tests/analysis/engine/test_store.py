@@ -288,11 +288,11 @@ def test_without_a_home_nothing_is_kept(run: Run, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Path, "expanduser", no_home)
     monkeypatch.delenv("XDG_CACHE_HOME")
     lines: list[str] = []
-    assert find(run, None, asked=False, tell=lines.append) is None
+    assert find(run, None, requested=False, tell=lines.append) is None
     assert lines == []
-    assert find(run, None, asked=True, tell=lines.append) is None
+    assert find(run, None, requested=True, tell=lines.append) is None
     assert [line.endswith("--cache names a folder") for line in lines] == [True]
-    assert find(run, tmp_path / "cache", asked=True, tell=pytest.fail) is not None
+    assert find(run, tmp_path / "cache", requested=True, tell=pytest.fail) is not None
 
 
 def test_where_stores_are(run: Run, tmp_path: Path, users_cache: Path) -> None:
@@ -332,7 +332,7 @@ def sized(folder: Path, *sizes: int) -> Run:
     ("sizes", "how", "has"),
     [
         ([1], {}, False),
-        ([1], {"asked": True}, True),
+        ([1], {"requested": True}, True),
         ([1], {"cache": True}, True),
         ([1] * stores.LARGE_RANKS, {}, False),
         ([1] * (stores.LARGE_RANKS + 1), {}, True),
@@ -348,8 +348,8 @@ def test_a_run_has_a_store_where_it_is_large_or_asked_for(
     before = list(run.path.iterdir())
     cache = tmp_path / "cache" if how.get("cache") else None
     for _ in range(2):  # made once, it is there
-        assert (find(run, cache, asked=how.get("asked", False), tell=pytest.fail) is not None) is has
-        how = {} if "asked" in how else how
+        assert (find(run, cache, requested=how.get("requested", False), tell=pytest.fail) is not None) is has
+        how = {} if "requested" in how else how
     assert users_cache.exists() is (has and not cache)
     assert list(run.path.iterdir()) == before
 
@@ -358,9 +358,9 @@ def test_a_store_that_cannot_be_written_is_told(run: Run, tmp_path: Path) -> Non
     run = replace(run, recorded=True)
     (run.path / ".dlprof").write_text("a file")
     lines: list[str] = []
-    assert find(run, None, asked=True, tell=lines.append) is None
+    assert find(run, None, requested=True, tell=lines.append) is None
     assert [line.endswith(f"{run.path}/.dlprof/ranks (--cache names another folder)") for line in lines] == [True]
-    assert find(run, tmp_path / "cache", asked=True, tell=pytest.fail) is not None
+    assert find(run, tmp_path / "cache", requested=True, tell=pytest.fail) is not None
 
 
 def test_shards_that_begin_at_the_same_moment_share_a_folder(run: Run, tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_nothing_is_written_or_read_through_a_link(where: str, run: Run, tmp_pat
     (run.path / where).parent.mkdir(parents=True, exist_ok=True)
     (run.path / where).symlink_to(tmp_path / "out")
     lines: list[str] = []
-    store = find(run, None, asked=True, tell=lines.append)
+    store = find(run, None, requested=True, tell=lines.append)
     lines += answered(run, store)[1]
     assert list((tmp_path / "out").iterdir()) == []
     assert len(lines) == 1

@@ -67,7 +67,7 @@ def test_waits_for_the_device(
 ) -> None:
     made = traces.trace(traces.step(1, 0, 10 * MS), *events, world_size=1, **keys)
     frame = measured(foreign(tmp_path / "traces", made), syncs).frame(syncs)
-    assert frame[["asked", "call", "calls"]].to_numpy().tolist() == [list(row[:3]) for row in rows]
+    assert frame[["caller", "call", "calls"]].to_numpy().tolist() == [list(row[:3]) for row in rows]
     for column, n in (("ns", 3), ("idle_ns", 4)):
         found = [None if pd.isna(ns) else ns / MS for ns in frame[column]]
         assert found == [row[n] if row[n] is None else pytest.approx(row[n], rel=0.01) for row in rows]
@@ -75,15 +75,15 @@ def test_waits_for_the_device(
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the reference traces are not here (../shared/traces)")
 @pytest.mark.parametrize(
-    ("name", "asked", "calls"),
+    ("name", "caller", "calls"),
     [
         ("dlrm_a100_rank3_of_8", "aten::item", 3.0),
         ("resnet50_v100_workers0", "aten::to", 2.0),  # pictures and labels, from pageable memory
     ],
 )
-def test_reference_traces_wait_where_their_scripts_do(name: str, asked: str, calls: float) -> None:
-    frame = measured(TRACES / name, syncs).frame(syncs).set_index("asked")
-    assert frame.loc[asked, "calls"] == pytest.approx(calls)
+def test_reference_traces_wait_where_their_scripts_do(name: str, caller: str, calls: float) -> None:
+    frame = measured(TRACES / name, syncs).frame(syncs).set_index("caller")
+    assert frame.loc[caller, "calls"] == pytest.approx(calls)
 
 
 @pytest.mark.parametrize(

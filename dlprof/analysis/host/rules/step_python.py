@@ -39,8 +39,7 @@ from dlprof.analysis.host.parts import BETWEEN, between_twice, gains_of, host_pa
 from dlprof.analysis.host.stacks import hottest, hottest_own, hottest_place, shown
 from dlprof.analysis.input.loader import before_forward
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
-from dlprof.analysis.step.unused import lines_between
+from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines, lines_between
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.result import Change
 from dlprof.units import duration, percent, short
