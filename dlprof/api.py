@@ -197,11 +197,11 @@ class Run:
         """
         import pandas as pd
 
-        from dlprof.analysis.compare import comparison
+        from dlprof.analysis.compare import code, comparison
         from dlprof.read.run import open_run
 
         run = other if isinstance(other, Run) else Run(open_run(other))
-        lines = comparison.changed(self.result, run.result, self.path, run.path)
+        lines = code.changed(self.result, run.result, self.path, run.path)
         found = comparison.to_json(comparison.compare(self.result, run.result, lines))
         if not found["step"]:
             raise NotMeasured("; ".join(found["not_compared"]))

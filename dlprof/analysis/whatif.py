@@ -371,7 +371,6 @@ def _of_pipeline(known: Known, change: Request, unknown: list[str]) -> float:
 # Shares of the collectives' length that are left.
 LEFT = (0.0, 0.5, 1.0)
 
-
 COLUMNS = ("change", "fetch", "communication", "ratio")
 
 

@@ -23,6 +23,7 @@ READ_OTHERS = {
     "in_model.py",
     "screen.py",
     "settings.py",
+    "whatif.py",
     "sharing.py",
 }
 

@@ -8,23 +8,20 @@ recording to the next (another host, other jobs on it) is in no single run; LEAS
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from dlprof.plain import command_line
-from dlprof.read.opening import Inside, read_object
 from dlprof.redaction import DROPPED
 from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, TIMELESS, Outcome, Result, Work
 from dlprof.result.figures import Throughput
 from dlprof.result.stored import plain
-from dlprof.units import count, digits, duration, few, used_by_others
+from dlprof.units import count, digits, duration, used_by_others
 
 # A difference is significant from twice its standard error and this share of A's step on: two recordings of one job
 # with steps of 50 ms were up to 0.9 % apart (docs/cost.md).
@@ -102,56 +99,6 @@ def _words_apart(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
     only_a = [word for _, start, end, _, _ in codes for word in a[start:end]]
     only_b = [word for _, _, _, start, end in codes for word in b[start:end]]
     return command_line(only_a), command_line(only_b)
-
-
-_MOST = 4  # files, and ranges of a file, that are named
-_WORD = re.compile(r"\w+")
-
-
-def changed(a: Result, b: Result, a_path: Path, b_path: Path) -> tuple[str, ...]:
-    """Return the lines of B's files that differ from A's, as "train.py:40-42, 60"; () where a run keeps no files.
-
-    Those are left out by which a setting was changed that differs, or what a finding of A's names. So are comments and
-    strings, which no recording keeps. Raises DlprofError if a copy is broken.
-    """
-    of_a, of_b = _kept(a_path), _kept(b_path)
-    # The script comes first; it may have another name.
-    pairs = [*zip(list(of_a)[:1], list(of_b)[:1], strict=False), *((name, name) for name in of_a if name in of_b)]
-    names = {s.name.rpartition(".")[2].replace(" ", "_") for s in differing(a, b)[0]}
-    names |= {s.name for o in a.found for change in o.changes for s in change.settings}
-    places = [p for o in a.found for p in (*o.where, *(change.at for change in o.changes if change.at))]
-    found = []
-    for name, other in dict.fromkeys(pairs):
-        lines = {place.line for place in places if place.file == name}
-        if ranges := _ranges(of_a[name].splitlines(), of_b[other].splitlines(), names, lines):
-            found.append(f"{other}:{few(ranges, _MOST)}")
-    return (*found[:_MOST], *([f"{len(found) - _MOST} more files"] if len(found) > _MOST else []))
-
-
-def _kept(path: Path) -> dict[str, str]:
-    """Return the text of each file that rank 0 of a run keeps; of a result.json, those of the run that it lies in."""
-    inside = Inside(path if path.is_dir() else path.parent)
-    files = [file for file in sorted(inside.root.glob("ranks/00000*/sources.json")) if inside.holds(file)]
-    held = read_object(files[-1]).get("files") if files else None
-    texts = (
-        {str(name): of.get("text") for name, of in held.items() if isinstance(of, dict)}
-        if isinstance(held, dict)
-        else {}
-    )
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _ranges(a: list[str], b: list[str], names: set[str], places: set[int]) -> list[str]:
-    """Return the lines of B that differ, but for those that name such a setting, or are at such a line of A."""
-    a, b = ([line.strip() for line in lines] for lines in (a, b))
-    found = []
-    for code, i, i_end, j, j_end in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        lines = [line for line in (*a[i:i_end], *b[j:j_end]) if line]
-        named = all(names.intersection(_WORD.findall(line)) for line in lines)
-        if code != "equal" and not named and not places.intersection(range(i, max(i_end, i + 1) + 1)):
-            first, last = j + 1, max(j_end, j + 1)
-            found.append(f"{first}–{last}" if last > first else f"{first}")
-    return found
 
 
 # better: B is faster than predicted; partly: it gained, but less; missed: it gained nothing; unknown: B is another

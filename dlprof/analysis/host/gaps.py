@@ -174,9 +174,7 @@ def _loops(thread: pd.DataFrame, after: dict[str, iv.Intervals], steps: int) -> 
 # nothing else in torch calls the second one.
 ANOMALY = ("aten::isnan", "aten::_is_any_true")
 
-
 _READS = ("aten::item", "aten::is_nonzero")
-
 
 # How the engine sums gradients of one tensor.
 _SUMS = ("aten::add", "aten::add_")
@@ -247,11 +245,9 @@ _PHASES = {
     "optimizer": ("dlprof::optimizer", "Optimizer.step#", "Optimizer.zero_grad#"),
 }
 
-
 # The categories of the step in which the host is late; and what is shorter with a host that is not: it waits for its
 # data while the device works.
 HOST = ("host", "optimizer_host")
-
 
 SAVES_FROM = ("input_wait", *HOST, "launch_latency")
 

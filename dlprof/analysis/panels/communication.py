@@ -23,7 +23,6 @@ from dlprof.units import count, duration
 
 MOST_ROWS = 40
 
-
 _COLLECTIVES_COLUMNS = {
     "name": "collective",
     "ranks": "ranks",
@@ -76,9 +75,7 @@ def _name(kind: str, groups: int) -> str:
 
 COLLECTIVES_PICTURE = Picture(draw_collectives)
 
-
 MOST = 64  # ranks that are listed
-
 
 _PLACES = {"rank": "rank", "doing": "it", "what": "collective", "state": "state", "input": "sizes", "site": "at"}
 _PLACES |= {"when": "since, UTC"}
@@ -103,12 +100,9 @@ def draw_flight_recorder(
 
 FLIGHT_RECORDER_PICTURE = Picture(draw_flight_recorder)
 
-
 LEAST_GAP = 1 / 500  # of the step: a shorter gap between two chunks is only their handing over
 
-
 _MOST_ROWS = 4 * MOST_RANKS
-
 
 _BUBBLES = {c: c for c in ("rank", "idle_ns", "schedule_ns", "imbalance_ns")} | {
     "communication_ns": "handing over_ns",
@@ -118,7 +112,6 @@ _BUBBLES = {c: c for c in ("rank", "idle_ns", "schedule_ns", "imbalance_ns")} | 
     "scheduled": "even stages_share",
     "closed": "formula_share",
 }
-
 
 _HELD = {"schedule": "schedule", "idle": "idle_share", "activations": "activations_share"}
 _HELD |= {"weights": "copies of the weights", "how": "how"}
@@ -219,10 +212,8 @@ def _first(there: int, what: str) -> str:
 
 PIPELINE_PICTURE = Picture(draw_pipeline)
 
-
 # If there are more ranks, those with most tokens are shown.
 MOST_RECEIVERS = 32
-
 
 _SENT = {"rank": "rank", "tokens": "tokens a step", "ratio": "of the mean_times"}
 

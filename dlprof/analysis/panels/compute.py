@@ -66,7 +66,6 @@ def draw_arithmetic(
 
 ARITHMETIC_PICTURE = Picture(draw_arithmetic)
 
-
 _KERNELS_COLUMNS = {
     "name": "kernel",
     "unit": "runs on",
@@ -75,7 +74,6 @@ _KERNELS_COLUMNS = {
     "call_ns": "a call_ns",
     "share": "share",
 }
-
 
 _COPY_COLUMNS = {
     "copy": "way",
@@ -169,12 +167,9 @@ def draw_memory(
 
 MEMORY_PICTURE = Picture(draw_memory)
 
-
 MOST_DEVICES = 4  # drawn, those with the highest peaks
 
-
 MOST_LINES = 25
-
 
 LINES = {"site": "line", "via": "calls", "bytes": "allocated_bytes", "share": "share", "blocks": "blocks"}
 

@@ -30,9 +30,7 @@ from dlprof.units import duration, quantity
 # The most functions with lines shown, and the lines of each.
 MOST_FUNCTIONS = 8
 
-
 MOST_LINES = 50
-
 
 _FUNCTION = ["role", "function", "file"]
 
@@ -70,28 +68,20 @@ def _lines_panel(part: pd.DataFrame, ranks: int) -> Panel:
 
 LINES_PICTURE = Picture(draw_lines)
 
-
 MOST_OWN_OF_PROFILES = 12
-
 
 MOST_LIBRARY_OF_PROFILES = 6
 
-
 MOST_COUNTED = 20
-
 
 # Functions with less of the whole are left out.
 LEAST_SHARE_OF_PROFILES = 0.002
 
-
 _ELSEWHERE = {"": "in none of a step's phases"}
-
 
 _ROOTS = {**_ELSEWHERE, **{doing: name for doing, name in DOING.items() if doing != "rest"}}
 
-
 _CATEGORIES = {"": "host", **PHASES, "worker": "worker"}
-
 
 _PROFILES_COLUMNS = {
     "function": "function",
@@ -99,7 +89,6 @@ _PROFILES_COLUMNS = {
     "alone": "in it_share",
     "total": "with what it calls_share",
 }
-
 
 _COUNTED = {
     "function": "function",
@@ -167,10 +156,8 @@ def _counted(name: str, rows: pd.DataFrame) -> Panel:
 
 PROFILES_PICTURE = Picture(draw_profiles)
 
-
 # Waits of less than this share of a step are not worth a table.
 LEAST_SHARE_OF_QUEUE = 0.01
-
 
 _QUEUE_COLUMNS = {
     "ended_by": "the wait ends with",
@@ -228,24 +215,18 @@ def queue_length(series: pd.DataFrame, lag_ns: pd.Series[float]) -> Panel:
 
 QUEUE_PICTURE = Picture(draw_queue)
 
-
 # Functions of one kind among the hottest: of the user's, of libraries.
 MOST_OWN_OF_STACKS = 6
 
-
 MOST_LIBRARY_OF_STACKS = 2
-
 
 # Seen less often than this, a function is there by chance, or does not matter.
 LEAST_SEEN = 5
 
-
 LEAST_SHARE_OF_STACKS = 0.01
-
 
 # What a frame of each kind stands on, in the colour of what the training thread was doing.
 _CATEGORY = {"rest": "host", **PHASES, "worker": "worker"}
-
 
 _STACKS_COLUMNS = {
     "doing": "while",
@@ -297,7 +278,6 @@ def _hottest_of_stacks(hottest: pd.DataFrame) -> list[Panel]:
 
 STACKS_PICTURE = Picture(draw_stacks)
 
-
 COLUMNS = {
     "caller": "by",
     "call": "waits in",
@@ -329,7 +309,6 @@ def by_python(waits: pd.DataFrame) -> pd.DataFrame:
 
 SYNCS_PICTURE = Picture(draw_syncs)
 
-
 _WORKERS_COLUMNS = {
     "rank": "rank",
     "worker": "worker",
@@ -341,7 +320,6 @@ _WORKERS_COLUMNS = {
     "stored_bytes": "read from storage_bytes",
     "read_bytes": "read in all_bytes",
 }
-
 
 # Loader workers that are shown, of all ranks.
 MOST_WORKERS = 64
@@ -359,9 +337,7 @@ def draw_workers(worker_means: Frame = needs(worker_means)) -> list[Panel]:
 
 WORKERS_PICTURE = Picture(draw_workers)
 
-
 MOST_LINES_OF_PHASE = 12  # of a phase
-
 
 _LINE_SHARES_COLUMNS = {
     "doing": "while",

@@ -19,13 +19,10 @@ from dlprof.units import count, few
 
 TITLE = "Files: what was read, and what was left"
 
-
 # Names of one row, and rows.
 _NAMED = 3
 
-
 _MOST = 60
-
 
 _FILES_COLUMNS = {
     "files": "files",
@@ -75,9 +72,7 @@ def _ranks(files: Iterable[Taken]) -> str:
 
 FILES_PICTURE = Picture(draw_files)
 
-
 MOST_GPUS = 64
-
 
 _GPU_LOGS_COLUMNS = {
     "source": "GPU",
@@ -107,20 +102,16 @@ def draw_gpu_logs(gpu_uses: Frame = needs(gpu_uses)) -> list[Panel]:
 
 GPU_LOGS_PICTURE = Picture(draw_gpu_logs)
 
-
 # As many points of what was sampled as a chart of this size can show.
 MOST_POINTS = 200
 
-
 _CHILDREN = "loader workers and other children"
-
 
 # Title, unit, note, and the metric of a rank's process and of the host.
 _OF_HOSTS = (
     ("Cores in use", "cores", "", "cpu_cores", "cpu_cores"),
     ("Memory in use", "bytes", "Memory that processes share counts for each.", "rss_bytes", "memory_used_bytes"),
 )
-
 
 # Title, unit, note and metric of a GPU.
 _OF_GPUS = (

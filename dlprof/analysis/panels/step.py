@@ -181,16 +181,12 @@ def _longest(spans: pd.DataFrame, pieces: iv.Intervals) -> list[str]:
 # Points of the parts of the steps: each the mean of as many steps as it takes.
 MOST_POINTS = 300
 
-
 # What is marked, of each kind so many: stalls from this share of the mean step on, the longest of them.
 LEAST_STALL = 0.1
 
-
 MOST_MARKS = 40
 
-
 MOST_BARS = 60
-
 
 Mark = tuple[float, str, str]
 
@@ -295,20 +291,15 @@ def stall_bars(steps: pd.DataFrame, rank: int, what: str) -> Panel:
 
 STEPS_PICTURE = Picture(draw_steps)
 
-
 # A step so much longer than the middle one is drawn, too.
 SLOW = 1.1
-
 
 # Waiting that is drawn within communication, and that arrows lead to: from these shares of the step on, the longest.
 LEAST_WAIT, LEAST_ARROW = 0.005, 0.02
 
-
 MOST_WAITS, MOST_ARROWS = 200, 16
 
-
 Arrow = tuple[float, str, str, str]
-
 
 _TITLES = {"middle": "One traced step (step {})", "slowest": "The slowest traced step (step {})"}
 
@@ -425,7 +416,6 @@ def _few(frame: pd.DataFrame) -> tuple[list[int], str]:
 
 
 TIMELINE_PICTURE = Picture(draw_timeline)
-
 
 _PARTS = {
     "setup": "setting up, from importing torch to the first step",

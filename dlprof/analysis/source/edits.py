@@ -116,7 +116,6 @@ def check_name(file: str) -> None:
 # followed back to its origin.
 _OPTIMIZERS = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 
-
 CALLEES: Mapping[str, frozenset[str]] = {
     "loader": frozenset(("DataLoader", "StatefulDataLoader")),
     "ddp": frozenset(("DistributedDataParallel",)),
@@ -128,12 +127,10 @@ CALLEES: Mapping[str, frozenset[str]] = {
     "arguments": frozenset(("TrainingArguments", "Seq2SeqTrainingArguments")),  # of transformers
 }
 
-
 # Settings that are often given without their name: the place among the arguments.
 _POSITIONS = {"batch_size": 1, "num_threads": 0}
 # The number of leading positional arguments that no change sets otherwise.
 _BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1, "threads": 1, "arguments": 1}
-
 
 TRAINER = "dataloader_"  # before the settings of loaders, in transformers' TrainingArguments
 

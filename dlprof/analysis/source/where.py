@@ -515,7 +515,6 @@ def _located(change: Change, calls: Sequence[Call], role: str, options: Sequence
 # The most modules of a finding that a rank passes on, and the most that are named.
 MOST_OF_RANK, MOST_NAMED = 60, 6
 
-
 # A module is replaced by its inner modules if those with at least LEAST_MODULE_SHARE of the finding add up to this
 # share of the module's part.
 LEAST_MODULE_SHARE, INSIDE_SHARE = 0.1, 0.8
@@ -572,7 +571,6 @@ CONCERNED: Mapping[str, str] = {
     "unfused_loss": "losses",
     "unfused_norm": "norms",
 }
-
 
 Rows = tuple[NDArray[np.int64], NDArray[np.float64]]  # of the spans, and ns of each
 

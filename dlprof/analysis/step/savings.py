@@ -151,7 +151,6 @@ def _saving_of_steps(own_time: pd.DataFrame, lost: pd.DataFrame, means: pd.Serie
 # The steps before and after the traced ones are divided into stretches: the fewer of them into so many.
 _PARTS = 4
 
-
 # A figure must differ from zero by so many standard errors: a chance difference is not a finding.
 LEAST_NOISE = 2.0
 

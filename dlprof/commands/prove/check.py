@@ -156,7 +156,7 @@ def _against(
     baseline: Path, path: Path, result: Result, limit: float, may_be_unknown: bool, disturbed: bool
 ) -> Checked:
     """Return how the run compares with its baseline."""
-    from dlprof.analysis.compare.comparison import changed
+    from dlprof.analysis.compare.code import changed
     from dlprof.analysis.compare.gate import slowdown
     from dlprof.commands.prove.compare import result_of
     from dlprof.units import percent

@@ -41,13 +41,13 @@ def compare(
     if more:
         compare_runs((a, b, *more), out, form, jobs, show=show, quiet=quiet)
         return
-    from dlprof.analysis.compare import comparison
+    from dlprof.analysis.compare import code, comparison
     from dlprof.commands.report import browse, colour, shown, width, write_into
     from dlprof.report.compare import page as compare_page
     from dlprof.report.compare import text as compare_text
 
     before, after = result_of(a, jobs, quiet), result_of(b, jobs, quiet)
-    compared = comparison.compare(before, after, comparison.changed(before, after, a, b))
+    compared = comparison.compare(before, after, code.changed(before, after, a, b))
     data = compact(comparison.to_json(compared))
     verdict = data if form == "json" else compare_text.render(compared, width(), colour())
     try:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from dlprof.analysis.compare.comparison import changed, compare
+from dlprof.analysis.compare.code import changed
+from dlprof.analysis.compare.comparison import compare
 from dlprof.analysis.estimate import change
 from dlprof.report.compare import text
 from dlprof.result import Place, Result, RunPart
