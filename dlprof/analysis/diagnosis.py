@@ -16,16 +16,7 @@ import pandas as pd
 
 from dlprof.analysis import notices, settings
 from dlprof.analysis.engine import Job, Measure, Measured, MeasureFailed, all_needed, measure
-from dlprof.analysis.estimate import (
-    BESIDES,
-    COMPILED,
-    LEAST_CAUSE,
-    LEAST_SHARE,
-    UNKNOWN,
-    Estimate,
-    Rule,
-    error_of,
-)
+from dlprof.analysis.estimate import BESIDES, COMPILED, LEAST_CAUSE, LEAST_SHARE, UNKNOWN, Estimate, Rule, error_of
 from dlprof.analysis.figures import FIELDS, SECTIONS, facts, run_info
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
@@ -83,9 +74,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
         run=run_info(measured.job, notices.all_warnings(measured)),
         outcomes=tuple(outcomes),
         together=combined_saving(
-            basis,
-            [(o, mine) for o, mine in answered if o.state == "found" and not o.training],
-            of_host,
+            basis, [(o, mine) for o, mine in answered if o.state == "found" and not o.training], of_host
         ),
         changes=proposals(basis, [(o, mine[o.id]) for o in outcomes if o.state == "found"], of_host, figures["budget"]),
         panels=tuple(p for p in drawn(measured, PICTURES) if p not in shown),

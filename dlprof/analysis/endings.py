@@ -93,10 +93,7 @@ ENDINGS: tuple[Ending, ...] = (
         r"unable to (?:open|mmap|write|allocate) .*shared memory|insufficient shared memory|shm_open"
         r"|No space left on device.*shm",
         "/dev/shm is full, in which workers hand over batches",
-        (
-            "more room there: `docker run --shm-size=8g` or `--ipc=host`",
-            "fewer workers, a smaller `prefetch_factor`",
-        ),
+        ("more room there: `docker run --shm-size=8g` or `--ipc=host`", "fewer workers, a smaller `prefetch_factor`"),
     ),
     Ending(
         r"Too many open files|received \d+ items of ancdata",
@@ -175,8 +172,7 @@ SIGNALS: Mapping[int, Failed] = {
         ("`python -X faulthandler` shows the line; a library in C++ is at fault, often two that do not fit",),
     ),
     6: Failed(
-        "a library gave up (SIGABRT)",
-        ("its last words are on stderr; `python -X faulthandler` shows the line",),
+        "a library gave up (SIGABRT)", ("its last words are on stderr; `python -X faulthandler` shows the line",)
     ),
 }
 

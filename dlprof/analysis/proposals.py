@@ -183,10 +183,7 @@ _HOLDS: Mapping[Scope, tuple[Scope, ...]] = {"step": ("step",), "job": ("step", 
 
 
 def proposals(
-    basis: Basis,
-    found: Sequence[tuple[Outcome, Sequence[Piece]]],
-    of_host: Collection[str],
-    budget: Sequence[RunPart],
+    basis: Basis, found: Sequence[tuple[Outcome, Sequence[Piece]]], of_host: Collection[str], budget: Sequence[RunPart]
 ) -> tuple[Proposal, ...]:
     """Return what findings, in their order, propose: cures first, each after those above it; then, each after all of
     the cures, the changes of the training. `of_host`: the rules on the device's waiting for its host.
