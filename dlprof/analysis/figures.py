@@ -21,7 +21,7 @@ from dlprof.analysis.communication.matching import host_clocks
 from dlprof.analysis.compute.device_kinds import kinds_of_work
 from dlprof.analysis.compute.operators import tensor_cores, work_means
 from dlprof.analysis.compute.peaks import arithmetic
-from dlprof.analysis.engine import JOB, Frame, Job, Maybe, Measured, maybe, needs, per_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, Measure, Measured, maybe, needs, per_rank
 from dlprof.analysis.host.parts import ALL, BETWEEN, LAUNCHES, LOOP, OPTIMIZER, WAITS, host_parts
 from dlprof.analysis.host.stacks import DOING, line_times, profile_summaries
 from dlprof.analysis.host.waiting import device_lag
@@ -67,8 +67,7 @@ from dlprof.result import (
     Window,
     Work,
 )
-from dlprof.result.figures import DeviceWork, Footprint, GpuLog, Module, Modules, Outside, Profile, Throughput
-from dlprof.result.scale import Scaling
+from dlprof.result.figures import GpuLog, Module, Modules, Outside, Profile, Throughput
 from dlprof.units import digits, duration, percent, quantity, size
 
 T = TypeVar("T")
@@ -136,9 +135,22 @@ def _noise(spread: pd.DataFrame | None) -> float | None:
     return float(spread["noise_ns"].mean())
 
 
-def device_of(device_time: Maybe[Frame] = maybe(device_time)) -> tuple[DeviceTime, ...]:
-    """Return the partition of each rank's device span."""
-    return _structs(DeviceTime, device_time.or_none())
+def _rows(kind: type[T], measure: Measure[pd.DataFrame]) -> Callable[..., tuple[T, ...]]:
+    """Return what makes a field of the rows of a measure."""
+
+    def made(frame: Maybe[Frame] = maybe(measure)) -> tuple[T, ...]:
+        return _structs(kind, frame.or_none())
+
+    return made
+
+
+def _value(measure: Measure[T]) -> Callable[..., T | None]:
+    """Return what makes a field that is a measure itself; None: not known."""
+
+    def made(value: Maybe[T] = maybe(measure)) -> T | None:
+        return value.or_none()
+
+    return made
 
 
 def time_of(breakdown: Maybe[Frame] = maybe(breakdown)) -> tuple[TimePart, ...]:
@@ -158,16 +170,6 @@ def steps_of(spread: Maybe[Frame] = maybe(spread)) -> tuple[RankStep, ...]:
         return ()
     quantiles = frame[[f"q{i}" for i in range(len(QUANTILES))]].to_numpy().tolist()
     return _structs(RankStep, frame.assign(quantiles_ns=pd.Series(quantiles, frame.index)))
-
-
-def work_of(work_means: Maybe[Frame] = maybe(work_means)) -> tuple[Work, ...]:
-    """Return the heaviest operators and kernels."""
-    return _structs(Work, work_means.or_none())
-
-
-def device_work_of(kinds_of_work: Maybe[DeviceWork] = maybe(kinds_of_work)) -> DeviceWork | None:
-    """Return where the device's own time goes; None: no kernel was traced."""
-    return kinds_of_work.or_none()
 
 
 def exchanges_of(exchanged: Maybe[Frame] = maybe(exchanged)) -> tuple[Exchange, ...]:
@@ -236,11 +238,6 @@ def blame_of(blame: Maybe[Frame] = maybe(blame), mean_step_ns: Maybe[float] = ma
     return _structs(Blame, None if frame is None or step is None else frame.assign(share=frame["ns"] / step))
 
 
-def scaling_of(scaling: Maybe[Scaling] = maybe(scaling)) -> Scaling | None:
-    """Return what tells how the job scales; None: it has one rank."""
-    return scaling.or_none()
-
-
 def modules_of(
     module_means: Maybe[Frame] = maybe(module_means), module_naming: Maybe[Frame] = maybe(module_naming)
 ) -> Modules | None:
@@ -259,12 +256,6 @@ def modules_of(
     )
 
 
-def footprint_of(memory_footprint: Maybe[Footprint] = maybe(memory_footprint)) -> Footprint | None:
-    """Return what memory is made of; None: it was not counted."""
-    return memory_footprint.or_none()
-
-
-# Each field of a result that is made here.
 _RULE_OF = {
     LOOP: "parameter_loop",
     WAITS: "host_sync",
@@ -290,30 +281,26 @@ def host_limited_of(host_parts: Maybe[Frame] = maybe(host_parts)) -> HostLimited
     return HostLimited(int(whole["rank"]), float(whole["gain_ns"]), tuple(parts))
 
 
-def budget_of(run_parts: Maybe[Frame] = maybe(run_parts)) -> tuple[RunPart, ...]:
-    """Return the parts of the whole run; () where its beginning and end are not known."""
-    return _structs(RunPart, run_parts.or_none())
-
-
+# Each field of a result that is made here.
 FIELDS: Mapping[str, Callable[..., Any]] = {
     "window": window_of,
-    "device": device_of,
+    "device": _rows(DeviceTime, device_time),  # the partition of each rank's device span
     "time": time_of,
     "blame": blame_of,
     "steps": steps_of,
-    "work": work_of,
+    "work": _rows(Work, work_means),  # the heaviest operators and kernels
     "exchanges": exchanges_of,
     "foreign_load": foreign_load_of,
     "memory": memory_of,
     "profiles": profiles_of,
     "gpu_logs": gpu_logs_of,
-    "scaling": scaling_of,
-    "footprint": footprint_of,
+    "scaling": _value(scaling),  # None: it has one rank
+    "footprint": _value(memory_footprint),  # None: it was not counted
     "members": members_of,
     "modules": modules_of,
     "host_limited": host_limited_of,
-    "device_work": device_work_of,
-    "budget": budget_of,
+    "device_work": _value(kinds_of_work),  # None: no kernel was traced
+    "budget": _rows(RunPart, run_parts),  # (): the run's beginning and end are not known
 }
 
 

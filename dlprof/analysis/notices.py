@@ -22,7 +22,7 @@ from dlprof.analysis.step.savings import window_likeness
 from dlprof.analysis.step.whole_job import whole_job
 from dlprof.analysis.timeline.device import NOT_IN_STEPS
 from dlprof.analysis.timeline.steady import light_steps
-from dlprof.analysis.timeline.steps import step_means
+from dlprof.analysis.timeline.steps import PHASES, step_means
 from dlprof.analysis.timeline.what_if import REPRODUCED, replayed_steps
 from dlprof.read.run import together
 from dlprof.units import count, digits, duration, few, listed, percent, ranks_named, size, used_by_others
@@ -36,7 +36,6 @@ _SLOWER_LATER = 1.25
 # What stands before a later window: its warm-up.
 _WARMUP = 4
 
-_COMPARED = ("fetch", "forward", "backward", "optimizer")
 _GREW = {
     "fetch": "the loader's wait",
     "forward": "the forward pass",
@@ -85,8 +84,8 @@ def _next_to(steady: pd.DataFrame, first: float, last: float) -> pd.DataFrame:
 
 def _means(steps: pd.DataFrame) -> pd.Series[float]:
     """Return the mean duration and that of each phase, in ns."""
-    means = {"dur": steps["dur_ns"].mean()} | {p: steps[f"{p}_ns"].clip(lower=0).mean() for p in _COMPARED}
-    means["rest"] = means["dur"] - sum(means[p] for p in _COMPARED)
+    means = {"dur": steps["dur_ns"].mean()} | {p: steps[f"{p}_ns"].clip(lower=0).mean() for p in PHASES}
+    means["rest"] = means["dur"] - sum(means[p] for p in PHASES)
     return pd.Series(means)
 
 

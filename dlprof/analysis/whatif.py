@@ -264,11 +264,11 @@ def _gained(known: Known, change: Request, replays: _Replayed, rank: int, own_ns
     step = known.mean_step_ns
     if change.input == PERFECT:
         return (1 - then) * step
-    recordings = known.paces.or_none()
-    if recordings is not None and not _lacks_batches(recordings, rank):
-        return step - _with_loader(recordings, rank, change, then / now if now else 1.0)
+    lacking = _lacking(known, rank)
+    if not lacking:
+        return step - _with_loader(known.paces.get(), rank, change, then / now if now else 1.0)
     if change.of_input:
-        raise NotMeasured(f"the batches of rank {rank} were not recorded: {_why(known, rank)}")
+        raise NotMeasured(f"the batches of rank {rank} were not recorded: {lacking}")
     if change.device is not None or change.host is not None:
         unknown.append("whether the loader keeps up with faster steps is not known: its batches were not recorded")
     whole = replays.ratio(rank, 1.0, left)
@@ -297,12 +297,12 @@ def _gained_on_cpu(known: Known, change: Request, rank: int, own_ns: float, unkn
         if waits is None:
             raise NotMeasured(known.input_waits.why())
         return removed + wait
-    recordings = known.paces.or_none()
-    if recordings is not None and not _lacks_batches(recordings, rank):
+    lacking = _lacking(known, rank)
+    if not lacking:
         loop = max(own_ns - wait, 1.0)
-        return known.mean_step_ns - _with_loader(recordings, rank, change, max(loop - removed, 1.0) / loop)
+        return known.mean_step_ns - _with_loader(known.paces.get(), rank, change, max(loop - removed, 1.0) / loop)
     if change.of_input:
-        raise NotMeasured(f"the batches of rank {rank} were not recorded: {_why(known, rank)}")
+        raise NotMeasured(f"the batches of rank {rank} were not recorded: {lacking}")
     return removed
 
 
@@ -323,18 +323,11 @@ def _with_loader(recordings: Paces, rank: int, change: Request, own: float) -> f
     return correction(recordings, rank, now)(replayed(then, workers)).step_ns
 
 
-def _lacks_batches(recordings: Paces, rank: int) -> bool:
-    try:
-        trusted(recordings, rank)
-    except NotMeasured:
-        return True
-    return False
-
-
-def _why(known: Known, rank: int) -> str:
+def _lacking(known: Known, rank: int) -> str:
+    """Return why the loader of a rank cannot be replayed; "" where it can."""
     try:
         trusted(known.paces.get(), rank)
-    except NotMeasured as e:
+    except (NotMeasured, MeasureFailed) as e:
         return str(e)
     return ""
 

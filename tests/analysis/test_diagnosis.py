@@ -15,7 +15,7 @@ import pytest
 from dlprof.analysis.diagnosis import diagnose, rule_named
 from dlprof.analysis.engine import Maybe, check_needs, maybe, measure, needs, per_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing, worst
-from dlprof.analysis.figures import FIELDS, device_of
+from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.savings import LEAST_NOISE
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
@@ -228,8 +228,8 @@ def test_a_measure_that_breaks_costs_only_its_row(job: Run, monkeypatch: pytest.
     def check(breaks: pd.DataFrame = needs(breaks)) -> Estimate:
         return nothing(f"{len(breaks)} rows")
 
-    def device(device_time: Maybe[pd.DataFrame] = maybe(breaks)) -> object:
-        return device_of(device_time)
+    def device(frame: Maybe[pd.DataFrame] = maybe(breaks)) -> object:
+        return () if frame.or_none() is None else (1,)
 
     result = diagnose(job, [rule(check, "a"), rule(finding(), "b")], jobs=1)
     assert [(o.id, o.state, o.why) for o in result.outcomes] == [

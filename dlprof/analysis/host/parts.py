@@ -21,6 +21,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.communication.matching import waits
 from dlprof.analysis.compute.optimizer import fused_gain_ns
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs, per_rank
+from dlprof.analysis.estimate import LEAST_SHARE
 from dlprof.analysis.host.gaps import (
     ANOMALY,
     HOOK,
@@ -260,10 +261,6 @@ def host_gains(
         return {ON_CPU: saving(own_time, part(breakdown, *HOST))}
     check_launches(launch_means.get())
     return {ON_DEVICE: saving(own_time, gains_of(host_parts.get(), LAUNCHES, waits))}
-
-
-# A line that takes less of the step is not named (estimate.LEAST_SHARE).
-LEAST_SHARE = 0.02
 
 
 @across_ranks

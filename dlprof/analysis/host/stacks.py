@@ -68,26 +68,37 @@ def hottest(stacks: Frame = needs(schema.STACKS)) -> pd.DataFrame:
     user's also those in library code that it had called. `total`: with all that it had called. `line`: the one seen
     most in `alone`. `samples`: all of the doing. Ordered by doing, own first, then by `alone` and `total`.
     """
+    seen = [*seen_doing(stacks)]
+    samples: Counter[str] = Counter()
+    for doing, _, n in seen:
+        samples[doing] += n
+    frame = _most_seen(seen)
+    return frame.assign(samples=frame["doing"].map(samples))
+
+
+_FUNCTION = ["doing", "function", "file", "line", "own", "alone", "total"]
+
+
+def _most_seen(stacks: Iterable[tuple[str, list[str], int]]) -> pd.DataFrame:
+    """Return the functions that were seen most, with the columns and in the order of `hottest`, but for its samples."""
     lines: dict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
     total: Counter[tuple[str, str, str]] = Counter()
-    samples: Counter[str] = Counter()
-    for doing, stack, n in seen_doing(stacks):
-        frames = [(f[1], f[2], int(f[3])) for f in map(FRAME.fullmatch, stack) if f is not None]
-        samples[doing] += n
-        total.update({(doing, name, file): n for name, file, _ in frames})
+    for doing, stack, n in stacks:
+        frames = frames_of(stack)
+        total.update({(doing, function, file): n for function, file, _ in frames})
         own = [frame for frame in frames if is_own(frame[1])]
-        for name, file, line in {*frames[-1:], *own[-1:]}:
-            lines[doing, name, file][line] += n
+        for function, file, line in {*frames[-1:], *own[-1:]}:
+            lines[doing, function, file][line] += n
     rows = []
-    for function, times in total.items():
-        line = lines[function].most_common(1)[0][0] if function in lines else 0
-        rows.append((*function, line, is_own(function[2]), lines[function].total(), times, samples[function[0]]))
-    columns = ["doing", "function", "file", "line", "own", "alone", "total", "samples"]
-    frame = pd.DataFrame(rows, columns=columns)
+    for key, n in total.items():
+        line = lines[key].most_common(1)[0][0] if key in lines else 0
+        rows.append((*key, line, is_own(key[2]), lines[key].total(), n))
+    frame = pd.DataFrame(rows, columns=_FUNCTION)
     by = ["place", "own", "alone", "total", "function"]
-    frame = frame.assign(place=frame["doing"].map([*DOING].index)).sort_values(by, ascending=[True, *[False] * 3, True])
-    place = frame.groupby(["doing", "own"]).cumcount()
-    return frame.loc[place < frame["own"].map({True: MOST_OWN, False: MOST_LIBRARY}), columns].reset_index(drop=True)
+    frame = frame.assign(place=frame["doing"].map(["", *DOING].index))
+    frame = frame.sort_values(by, ascending=[True, False, False, False, True])
+    nth = frame.groupby(["doing", "own"]).cumcount()
+    return frame.loc[nth < frame["own"].map({True: MOST_OWN, False: MOST_LIBRARY}), _FUNCTION].reset_index(drop=True)
 
 
 @per_rank
@@ -121,9 +132,9 @@ def tree(seen: Iterable[tuple[str, list[str], int]], whole: int) -> pd.DataFrame
     return frame.assign(own=[is_own(name.rpartition(" (")[2].rstrip(")")) for name in frame["name"]])
 
 
-def frames_of(stack: str) -> list[tuple[str, str, int]]:
+def frames_of(stack: Iterable[str]) -> list[tuple[str, str, int]]:
     """Return the frames of a stack, the outermost first: function, file, line."""
-    return [(f[1], f[2], int(f[3])) for f in map(FRAME.fullmatch, stack.split(";")) if f is not None]
+    return [(f[1], f[2], int(f[3])) for f in map(FRAME.fullmatch, stack) if f is not None]
 
 
 def of_training(stacks: pd.DataFrame) -> pd.DataFrame:
@@ -205,7 +216,7 @@ def own_lines(stacks: Frame = needs(schema.STACKS)) -> pd.DataFrame:
         if doing != "rest":
             at = next((i for i, text in enumerate(stack) if _PHASE_BEGINS.search(text)), len(stack))
             stack = stack[:at] or stack
-        frames = [(f[1], f[2], int(f[3])) for f in map(FRAME.fullmatch, stack) if f is not None]
+        frames = frames_of(stack)
         own = [i for i, frame in enumerate(frames) if is_own(frame[1])]
         if own:
             below = frames[own[-1] + 1 :]
@@ -304,23 +315,9 @@ def profile_functions(stacks: Frame = needs(schema.STACKS), rank: RankFacts = ne
     """
     parts = []
     for name, rows in _shown(stacks):
-        lines: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-        total: Counter[tuple[str, str]] = Counter()
-        for stack, n in zip(rows["stack"], rows["samples"], strict=True):
-            frames = frames_of(stack)
-            total.update(dict.fromkeys({(function, file) for function, file, _ in frames}, n))
-            own = [frame for frame in frames if is_own(frame[1])]
-            for function, file, line in {*frames[-1:], *own[-1:]}:
-                lines[function, file][line] += n
+        frame = _most_seen(("", s.split(";"), n) for s, n in zip(rows["stack"], rows["samples"], strict=True))
+        frame = frame.drop(columns="doing")
         facts = rank.trace_facts.get(f"profile {name}") or {}
-        found = [
-            (*key, lines[key].most_common(1)[0][0] if key in lines else 0, is_own(key[1]), lines[key].total(), n)
-            for key, n in total.items()
-        ]
-        frame = pd.DataFrame(found, columns=["function", "file", "line", "own", "alone", "total"])
-        frame = frame.sort_values(["own", "alone", "total", "function"], ascending=[False, False, False, True])
-        nth = frame.groupby("own").cumcount()
-        frame = frame[nth < frame["own"].map({True: MOST_OWN, False: MOST_LIBRARY})]
         whole = int(facts.get("total") or rows["samples"].sum())
         parts.append(frame.assign(profile=name, tool=facts.get("tool", ""), unit=str(rows["unit"].iloc[0]), of=whole))
     return pd.concat(parts, ignore_index=True)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 
-from dlprof.analysis.source.edits import Call, Lines, NotEditable, parsed, utf8
+from dlprof.analysis.source.edits import Call, Lines, NotEditable, nodes_of_line, parsed, utf8
 from dlprof.analysis.source.origins import Change
 
 _FORMATS = {4: "channels_last", 5: "channels_last_3d"}  # by the dimensions of images
@@ -23,12 +22,9 @@ _FORMATS = {4: "channels_last", 5: "channels_last_3d"}  # by the dimensions of i
 def call_of(call: Call) -> ast.Call | None:
     """Return the syntax of a recorded call from what is kept of its line; None: it is not known which one it is."""
     length = call.span.end_column - call.span.column
-    for text in (call.source, f"{call.source} pass"):
-        with suppress(SyntaxError, ValueError):
-            calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
-            found = [node for node in calls if len(ast.get_source_segment(text, node) or "") == length]
-            return found[0] if len(found) == 1 else None
-    return None
+    calls = (node for node in nodes_of_line(call.source) if isinstance(node, ast.Call))
+    found = [node for node in calls if len(ast.get_source_segment(call.source, node) or "") == length]
+    return found[0] if len(found) == 1 else None
 
 
 def is_name(node: ast.AST) -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dlprof.analysis.source import edits
-from dlprof.analysis.source.edits import Call, Lines, NotEditable, Recorded, Value, given_value, is_literal
+from dlprof.analysis.source.edits import Call, Lines, NotEditable, Recorded, Value, given_value, is_literal, last_word
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 _MOST_PLACES = 16
@@ -488,14 +488,9 @@ def of_trainer(call: Call, settings: Mapping[str, Value]) -> tuple[Call, dict[st
     found = replace(call, kind="arguments", via="", values=values, line=0)
     if made:
         ((file, node),) = made
-        place = edits.Span(node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0)
-        found = replace(found, file=file, digest=call.job.files[file], line=node.lineno, span=place)
+        digest = call.job.files[file]
+        found = replace(found, file=file, digest=digest, line=node.lineno, span=edits.Span.of(node))
     return found, named
-
-
-def last_word(node: ast.AST) -> str:
-    """Return a variable's name, or that of the last attribute; "": it has none."""
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def _texts(call: ast.Call) -> list[str]:

@@ -23,6 +23,7 @@ from dlprof.analysis.source.edits import (
     Recorded,
     Span,
     Value,
+    call_at,
     check_name,
     edited,
     find,
@@ -304,9 +305,7 @@ class _Sources:
 
 def _appended(call: Call, text: bytes) -> Change:
     """Return the edit that lays out the model, or its images, in a call: see insertions.py."""
-    at = (call.span.line, call.span.end_line, call.span.column, call.span.end_column)
-    calls = (node for node in ast.walk(parsed(utf8(text))) if isinstance(node, ast.Call))
-    node = next((c for c in calls if (c.lineno, c.end_lineno, c.col_offset, c.end_col_offset) == at), None)
+    node = call_at(parsed(utf8(text)), call.span)
     given = None if node is None else insertions.target(call, node)
     name = insertions.format_of(call)
     if given is None or not name:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +39,7 @@ from dlprof.analysis.modules.rows import module_rows
 from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.modules.tree import around_of, built, inclusive
 from dlprof.analysis.modules.work import traced_exchanges
+from dlprof.analysis.source.edits import nodes_of_line
 from dlprof.analysis.source.line_shares import call_sites, line_shares, over_ranks
 from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites
 from dlprof.analysis.source.rewrites import REWRITES
@@ -117,11 +117,8 @@ def _known(setting: str, calls: Sequence[Call], options: Sequence[Option]) -> Op
 
 def _given(source: str, setting: str) -> str:
     """Return the attribute that is given as a keyword in a line; "": none is."""
-    for text in (source, f"{source} pass"):
-        with suppress(SyntaxError, ValueError):
-            given = [n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.keyword) and n.arg == setting]
-            return given[0].attr if len(given) == 1 and isinstance(given[0], ast.Attribute) else ""
-    return ""
+    given = [n.value for n in nodes_of_line(source) if isinstance(n, ast.keyword) and n.arg == setting]
+    return given[0].attr if len(given) == 1 and isinstance(given[0], ast.Attribute) else ""
 
 
 def _alike(setting: str, options: Sequence[Option], kind: str) -> Option | None:
@@ -162,13 +159,15 @@ _EACH_TIME, _FEW = ("synchronize", "empty_cache"), 4
 
 _LOADER = ("loader", "iteration")
 _GRADIENTS = Concern(("ddp", "fsdp"), ("backward",))
+# Rules that name their lines themselves, or are of no line.
+_OF_NO_LINE = """busy_thread costly_line gc_pauses idle_cores job_failed memory_growth slow_start stalled_steps
+thread_oversubscription throttled_clock"""
 CONCERNS: Mapping[str, Concern] = {
+    **dict.fromkeys(_OF_NO_LINE.split(), Concern()),
     "anomaly_mode": Concern(("anomaly", "backward")),
     "blocking_copy": Concern(("copy",)),
-    "busy_thread": Concern((), ()),
     "checkpoint_stall": Concern(("save",)),
     "copied_memory": Concern(("loader",)),
-    "costly_line": Concern((), ()),
     "data_parallel": Concern(("data_parallel",), ("forward",)),
     "expert_imbalance": Concern(("forward",)),
     "device_allocations": Concern(("empty_cache",), ("rest",), called="empty_cache"),
@@ -176,20 +175,15 @@ CONCERNS: Mapping[str, Concern] = {
     "exposed_communication": _GRADIENTS,
     "exposed_copy": Concern(("copy", "loader")),
     "fp32_matmul": Concern(("autocast", "forward"), ("forward",)),
-    "gc_pauses": Concern(),
     "growing_cat": Concern(("cat",)),
     "growing_steps": Concern((), ("rest", "backward", "forward")),
     "host_bound": Concern(("compile", "forward"), ("forward", "rest")),
     "host_embedding": Concern(("embedding", "copy")),
     "host_sync": Concern(("synchronize", "sync"), ("rest",), called="synchronize"),
-    "idle_cores": Concern(),
-    "job_failed": Concern((), ()),
-    "slow_start": Concern((), ()),
     "dense_gradient": Concern(("embedding", "backward"), ("backward",)),
     "unused_gradients": Concern(("backward", "optimizer"), ("backward",)),
     "input_wait": Concern(_LOADER, ("worker", "fetch")),
     "memory_format": Concern(("model", "forward")),
-    "memory_growth": Concern((), ()),
     "memory_headroom": Concern(("loader", "forward")),
     "needless_workers": Concern(("loader",)),
     "parameter_loop": Concern((), ("rest",)),
@@ -207,11 +201,8 @@ CONCERNS: Mapping[str, Concern] = {
     "slow_link": _GRADIENTS,
     "slow_worker_batches": Concern(("loader",), ("worker",)),
     "small_collectives": _GRADIENTS,
-    "stalled_steps": Concern((), ()),
     "step_python": Concern((), ("rest",)),
     "straggler": Concern((), ("worker", "fetch", "rest", "forward")),
-    "thread_oversubscription": Concern(),
-    "throttled_clock": Concern(),
     "unequal_lengths": Concern(("loader",)),
     "unfused_activation": Concern(("forward",), ("forward",)),
     "unfused_attention": Concern(("softmax", "forward"), ("forward",)),
