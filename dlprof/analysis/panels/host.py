@@ -134,24 +134,24 @@ def _hottest_of_profiles(name: str, functions: pd.DataFrame, whole: float) -> Pa
     rows = rows[(rows["alone"] >= LEAST_SHARE_OF_PROFILES * whole) | (rows["total"] >= LEAST_SHARE_OF_PROFILES * whole)]
     nth = rows.groupby("own").cumcount()
     rows = rows[nth < rows["own"].map({True: MOST_OWN_OF_PROFILES, False: MOST_LIBRARY_OF_PROFILES})]
-    rows = rows.assign(
-        function=[shown(*row) for row in rows[["function", "file", "line"]].itertuples(index=False)],
-        own=rows["own"].map({True: "yours", False: "library"}),
-        alone=rows["alone"] / whole,
-        total=rows["total"] / whole,
-    )
+    rows = _readable(rows.assign(alone=rows["alone"] / whole, total=rows["total"] / whole))
     note = "In it: in the function, and for yours in library code that it calls."
     return table(f"Hottest Python functions: {name}", rows, _PROFILES_COLUMNS, note=note)
 
 
 def _counted(name: str, rows: pd.DataFrame) -> Panel:
     rows = rows.head(MOST_COUNTED).assign(share=rows["own_ns"] / rows["of_ns"])
-    rows = rows.assign(
-        own=["yours" if is_own(file) else "library" for file in rows["file"]],
-        function=[shown(*row) for row in rows[["function", "file", "line"]].itertuples(index=False)],
-    )
+    rows = _readable(rows.assign(own=[is_own(file) for file in rows["file"]]))
     note = "As cProfile counted them. It slows Python functions more than built-in ones: small functions look too slow."
     return table(f"Functions: {name}", rows, _COUNTED, note=note)
+
+
+def _readable(functions: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of functions with each as a report names it, and whose it is."""
+    return functions.assign(
+        function=[shown(*row) for row in functions[["function", "file", "line"]].itertuples(index=False)],
+        own=functions["own"].map({True: "yours", False: "library"}),
+    )
 
 
 PROFILES_PICTURE = Picture(draw_profiles)
@@ -261,13 +261,8 @@ def _hottest_of_stacks(hottest: pd.DataFrame) -> list[Panel]:
     functions = functions[nth < functions["own"].map({True: MOST_OWN_OF_STACKS, False: MOST_LIBRARY_OF_STACKS})]
     if not len(functions):
         raise NotMeasured("too few stacks were seen")
-    functions = functions.assign(
-        doing=functions["doing"].map(DOING),
-        function=[shown(*row) for row in functions[["function", "file", "line"]].itertuples(index=False)],
-        own=functions["own"].map({True: "yours", False: "library"}),
-        alone=functions["alone"] / functions["of"],
-        total=functions["total"] / functions["of"],
-    )
+    shares = {column: functions[column] / functions["of"] for column in ("alone", "total")}
+    functions = _readable(functions.assign(doing=functions["doing"].map(DOING), **shares))
     kinds = ", ".join(f"{DOING[doing]} {samples[doing]:,}" for doing in DOING if doing in samples)
     note = (
         f"py-spy saw {samples.sum():,} stacks: {kinds}. Shares are of those of the same kind."

@@ -190,6 +190,7 @@ def test_foreign_traces_of_which_none_can_be_read_are_refused_and_a_recorded_run
             empty.frame(measure)
 
 
+@pytest.mark.long
 def test_a_caller_with_threads_gets_processes_that_share_none_of_them(job: Run) -> None:
     # Forking a process that has threads may copy a lock that nobody will ever release: fresh interpreters then.
     idle = threading.Event()

@@ -546,16 +546,6 @@ def at(panel: Panel, lane: str, name: str) -> tuple[float, float]:
     return start, dur
 
 
-def test_a_step_is_drawn_where_it_ran(tmp_path: Path) -> None:
-    panel = timeline(tmp_path, traces.training(world_size=1))
-    assert (panel.shape, panel.unit, panel.title) == ("timeline", "ns", "One traced step (step 1)")
-    assert at(panel, "rank 0 · thread", "fetch") == (5, 100)
-    # The two kernels follow each other.
-    assert at(panel, "rank 0 · computation 7", "sm90_gemm and 1 more") == (180, 500)
-    assert {row[4] for row in panel.rows if row[0].endswith("computation 7")} == {"computation", "copy"}
-    assert {row[4] for row in panel.rows if row[0].endswith("communication 21")} == {"communication"}
-
-
 def far(rank: int) -> dict[str, Any]:
     """Return a step of a rank on a host of its own, whose clock is 50 ms ahead of the one before."""
     events = (traces.step(0, 0, MS), traces.fetch(5 * US, 100 * US), traces.kernel("gemm", 0, 500 * US))
