@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +73,22 @@ DEFAULT = "p.add_argument('--workers', type=int, default=8)\n"
 Job = tuple[dict[str, str], Any, list[dict[str, Any]], str]
 
 
-def job(files: Any, then: Any, options: Sequence[dict[str, Any]] = (), line: str = "") -> Job:
-    """Return the files of a job, what becomes of them, its options and its command line; a text is of t.py."""
-    return {"t.py": files} if isinstance(files, str) else files, then, [*options], line
+def job(files: Any, then: Any, options: list[dict[str, Any]] | None = None, line: str = "") -> Job:
+    """Return the files of a job, what becomes of them, its options (none given: by argparse) and its command line.
+
+    A text alone is of t.py.
+    """
+    files = {"t.py": files} if isinstance(files, str) else files
+    parsed = any("argparse" in text and "'--workers'" in text for text in files.values())
+    return files, then, ([OPTION] if parsed else []) if options is None else options, line
 
 
 # Each with the lines that are other in the end.
 EDITED: dict[str, Job] = {
-    "option": job(ARGS, DEFAULT, options=[OPTION]),
-    "option that was read before torch was imported": job(ARGS, DEFAULT, line="--lr 1 -- 2"),
+    "option": job(ARGS, DEFAULT),
+    "option that was read before torch was imported": job(ARGS, DEFAULT, line="--lr 1 -- 2", options=[]),
     "option, through a parameter": job(
-        PARSED + MAKE + "make(1, args.workers)\nmake(2, workers=args.workers)\n",
-        DEFAULT,
-        options=[OPTION],
-        line="--lr 0.1",
+        PARSED + MAKE + "make(1, args.workers)\nmake(2, workers=args.workers)\n", DEFAULT, line="--lr 0.1"
     ),
     "option of another file, through an attribute": job(
         {
@@ -97,7 +98,6 @@ EDITED: dict[str, Job] = {
             + "    return p.parse_args()\n",
         },
         {"opts.py": "    p.add_argument('--workers', type=int, default=8)\n"},
-        options=[OPTION],
     ),
     "option of another name, in a dict of keywords": job(
         PARSED.replace("'--workers'", "'-j', '--jobs', dest='n'")
@@ -141,7 +141,7 @@ EDITED: dict[str, Job] = {
         LOADER + "C = {'lr': 0, 'workers': 0}\n" + CALL.format("C['workers']"), "C = {'lr': 0, 'workers': 8}\n"
     ),
     "other values of the same name": job(
-        PARSED + "class Test:\n    workers = 2\n" + CALL.format("args.workers"), DEFAULT, options=[OPTION]
+        PARSED + "class Test:\n    workers = 2\n" + CALL.format("args.workers"), DEFAULT
     ),
     "YAML": job(
         {
@@ -205,7 +205,6 @@ EDITED: dict[str, Job] = {
             "Makefile": "train:\n\tpython t.py --lr 0.1 \\\n\t  --workers 0 --x\neval:\n\tpython e.py --workers 0\n",
         },
         {"Makefile": "\t  --workers 8 --x\n"},
-        options=[OPTION],
         line="--lr 0.1 --workers 0 --x",
     ),
     "script of a scheduler": job(
@@ -214,7 +213,6 @@ EDITED: dict[str, Job] = {
             "scripts/a.sbatch": "#!/bin/sh\n#SBATCH -n 1\n# t.py --workers=0\nsrun python -m pkg.t --workers=0\n",
         },
         {"scripts/a.sbatch": "srun python -m pkg.t --workers=8\n"},
-        options=[OPTION],
         line="--workers=0",
     ),
     "Hydra's override in a script": job(
@@ -244,35 +242,24 @@ SET = "set --workers 8"
 
 # Each with why there is no edit.
 LEFT: dict[str, Job] = {
-    "given by the user": job(ARGS, SET, options=[OPTION], line="--workers 0"),
-    "a variable of a shell": job(
-        {"t.py": ARGS, "a.sh": "N=0\npython t.py --workers $N\n"}, SET, options=[OPTION], line="--workers 0"
-    ),
+    "given by the user": job(ARGS, SET, line="--workers 0"),
+    "a variable of a shell": job({"t.py": ARGS, "a.sh": "N=0\npython t.py --workers $N\n"}, SET, line="--workers 0"),
     "two lines of shells": job(
         {"t.py": ARGS, "a.sh": "python t.py --workers 0\n", "b.sh": "python t.py --workers 0\n"},
         SET,
-        options=[OPTION],
         line="--workers 0",
     ),
-    "a line with other options": job(
-        {"t.py": ARGS, "a.sh": "python t.py --workers 0\n"}, SET, options=[OPTION], line="--workers 0 --x"
-    ),
-    "another script's line": job(
-        {"t.py": ARGS, "a.sh": "python start.py --workers 0\n"}, SET, options=[OPTION], line="--workers 0"
-    ),
-    "a line in a comment": job(
-        {"t.py": ARGS, "a.sh": "# python t.py --workers 0\n"}, SET, options=[OPTION], line="--workers 0"
-    ),
+    "a line with other options": job({"t.py": ARGS, "a.sh": "python t.py --workers 0\n"}, SET, line="--workers 0 --x"),
+    "another script's line": job({"t.py": ARGS, "a.sh": "python start.py --workers 0\n"}, SET, line="--workers 0"),
+    "a line in a comment": job({"t.py": ARGS, "a.sh": "# python t.py --workers 0\n"}, SET, line="--workers 0"),
     "an option of other words": job(
-        ARGS.replace("parse_args()", "parse_args(words)"), "what the command line gives was not recorded"
+        ARGS.replace("parse_args()", "parse_args(words)"), "what the command line gives was not recorded", options=[]
     ),
     "options of a file": job(
-        ARGS.replace("Parser()", "Parser(fromfile_prefix_chars='@')"),
-        "what the command line gives was not recorded",
-        options=[OPTION],
+        ARGS.replace("Parser()", "Parser(fromfile_prefix_chars='@')"), "what the command line gives was not recorded"
     ),
-    "the begin of a name": job(ARGS, SET, options=[OPTION], line="--work 0"),
-    "letters": job(ARGS.replace("'--workers'", "'-j', '--workers'"), SET, options=[OPTION], line="-vj0"),
+    "the begin of a name": job(ARGS, SET, line="--work 0"),
+    "letters": job(ARGS.replace("'--workers'", "'-j', '--workers'"), SET, line="-vj0"),
     "a decorator that may give it": job(
         LOADER + "@gin.configurable\n" + MAKE.replace("workers):", "workers=0):") + "make(1)\n",
         "no default that is sure",
@@ -283,27 +270,21 @@ LEFT: dict[str, Job] = {
         options=[OPTION, OPTION | {"name": "--other"}],
     ),
     "set after parsing": job(
-        PARSED + "args.workers = min(args.workers, 4)\n" + CALL.format("args.workers"),
-        "workers is computed at t.py:6",
-        options=[OPTION],
+        PARSED + "args.workers = min(args.workers, 4)\n" + CALL.format("args.workers"), "workers is computed at t.py:6"
     ),
-    "counted up": job(PARSED + "args.workers += 0\n" + ARGS[len(PARSED) :], "set again at t.py:6", options=[OPTION]),
+    "counted up": job(PARSED + "args.workers += 0\n" + ARGS[len(PARSED) :], "set again at t.py:6"),
     "set by name": job(
-        PARSED + "setattr(args, 'workers', f())\n" + CALL.format("args.workers"),
-        "workers is computed at t.py:6",
-        options=[OPTION],
+        PARSED + "setattr(args, 'workers', f())\n" + CALL.format("args.workers"), "workers is computed at t.py:6"
     ),
     "defaults that are set": job(
-        PARSED.replace("args =", "p.set_defaults(workers=0)\nargs =") + CALL.format("args.workers"),
-        SET,
-        options=[OPTION],
+        PARSED.replace("args =", "p.set_defaults(workers=0)\nargs =") + CALL.format("args.workers"), SET
     ),
-    "also in a file": job({"t.py": ARGS, "c.yaml": "workers: 0\n"}, SET, options=[OPTION]),
+    "also in a file": job({"t.py": ARGS, "c.yaml": "workers: 0\n"}, SET),
     "a default that is computed": job(
-        ARGS.replace("default=0", "default=os.cpu_count() // 64"), "workers is computed at t.py:4", options=[OPTION]
+        ARGS.replace("default=0", "default=os.cpu_count() // 64"), "workers is computed at t.py:4"
     ),
-    "a default of another type": job(ARGS.replace("default=0", "default='0'"), SET, options=[OPTION]),
-    "computed": job(PARSED + CALL.format("args.workers // 2"), "num_workers is computed", options=[OPTION]),
+    "a default of another type": job(ARGS.replace("default=0", "default='0'"), SET),
+    "computed": job(PARSED + CALL.format("args.workers // 2"), "num_workers is computed"),
     "a formatted key": job({"t.py": LOADER + READ + CALL.format("cfg[f'{x}_workers']"), **YAML}, "is computed"),
     "the environment": job(
         {"t.py": LOADER + "import os\n" + CALL.format("int(os.environ.get('workers', 0))"), **YAML}, "is computed"
