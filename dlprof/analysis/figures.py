@@ -367,6 +367,7 @@ def facts(run: Measured) -> tuple[Fact, ...]:
 
 
 def _of_job(job: Job = needs(JOB)) -> list[Fact]:
+    """List what runs, on which devices, with what software, and the settings of loader, model and optimizer."""
     section = _Section("Job")
     section.add("command", command_line(job.run.command))
     section.add("folder", Path(job.run.path).name)
@@ -377,32 +378,24 @@ def _of_job(job: Job = needs(JOB)) -> list[Fact]:
         section.add("process group", "none: each process trains by itself, and is shown as a rank")
     code, signal = job.run.exit.get("code"), job.run.exit.get("signal")
     section.add("ended", f"by signal {signal}" if signal else f"with exit code {code}" if code is not None else "")
-    return section.facts
-
-
-def _of_device(job: Job = needs(JOB)) -> list[Fact]:
-    section = _Section("Device")
-    section.add("name", _device(job))
-    section.add("type", _several(job, "device", "type"))
-    section.add("memory", [size(float(n)) for n in _several(job, "device", "memory_bytes") if n.isdigit()])
-    section.add("capability", [c.replace(", ", ".") for c in _several(job, "device", "capability")])
+    device = _Section("Device")
+    device.add("name", _device(job))
+    device.add("type", _several(job, "device", "type"))
+    device.add("memory", [size(float(n)) for n in _several(job, "device", "memory_bytes") if n.isdigit()])
+    device.add("capability", [c.replace(", ", ".") for c in _several(job, "device", "capability")])
     for key in ("count", "affinity", "quota", "torch_threads", "units"):
-        section.add(f"cpu {key.replace('_', ' ')}", _several(job, "cpu", key))
-    return section.facts
-
-
-def _of_software(job: Job = needs(JOB)) -> list[Fact]:
-    section = _Section("Software")
+        device.add(f"cpu {key.replace('_', ' ')}", _several(job, "cpu", key))
+    software = _Section("Software")
     for key in ("torch", "cuda", "cudnn", "nccl", "python", "dlprof"):
-        section.add(key, _several(job, "versions", key))
-    return section.facts
+        software.add(key, _several(job, "versions", key))
+    return section.facts + device.facts + software.facts + _of_settings(job)
 
 
 # Facts of a loader and a model that are not settings.
 _OF_RANK = ("replica", "reads_sequences")
 
 
-def _of_settings(job: Job = needs(JOB)) -> list[Fact]:
+def _of_settings(job: Job) -> list[Fact]:
     found = []
     recorded = {
         "Loader": settings.training_loader(job),
@@ -490,21 +483,17 @@ def _of_loading(
     return section.facts
 
 
-def _of_precision(job: Job = needs(JOB)) -> list[Fact]:
+def _of_precision_and_environment(job: Job = needs(JOB)) -> list[Fact]:
     section = _Section("Precision")
     for key in ("enabled", "dtype"):
         section.add(f"autocast {key}", _several(job, "autocast", key))
     section.add("gradient scaler", _several(job, "grad_scaler"))
     for key in ("float32_precision", "allow_tf32", "cudnn_benchmark", "deterministic"):
         section.add(key.replace("_", " "), _several(job, "matmul", key))
-    return section.facts
-
-
-def _of_environment(job: Job = needs(JOB)) -> list[Fact]:
-    section = _Section("Environment")
+    environment = _Section("Environment")
     for name in sorted({name for r in job.ranks for name in job.facts[r].get("env") or ()}):
-        section.add(name, _several(job, "env", name))
-    return section.facts
+        environment.add(name, _several(job, "env", name))
+    return section.facts + environment.facts
 
 
 def _of_arithmetic(
@@ -678,15 +667,11 @@ def _of_clocks(job: Job = needs(JOB), host_clocks: Maybe[Frame] = maybe(host_clo
 
 SECTIONS: tuple[Callable[..., list[Fact]], ...] = (
     _of_job,
-    _of_device,
-    _of_software,
-    _of_settings,
     _of_overrides,
     of_throughput,
     _of_step,
     _of_loading,
-    _of_precision,
-    _of_environment,
+    _of_precision_and_environment,
     _of_arithmetic,
     _of_memory,
     _of_samples,

@@ -735,15 +735,15 @@ def rates(a: Result, b: Result) -> Rates | None:
         return None
     shares = [r.window.noise_ns / r.window.step_ns for r in (a, b) if r.window and r.window.noise_ns is not None]
     noise = math.hypot(*shares) if len(shares) == 2 else None
-    samples = _pair("samples", one, other, noise)
-    tokens = _pair("tokens", one, other, noise)
+    samples = _rates_in("samples", one, other, noise)
+    tokens = _rates_in("tokens", one, other, noise)
     if samples is None or tokens is None:
         return samples or tokens
     as_long = (tokens.b_per_step / samples.b_per_step) / (tokens.a_per_step / samples.a_per_step)
     return samples if abs(as_long - 1) <= _SAME_WORK else tokens
 
 
-def _pair(unit: str, a: Throughput, b: Throughput, noise: float | None) -> Rates | None:
+def _rates_in(unit: str, a: Throughput, b: Throughput, noise: float | None) -> Rates | None:
     a_s, b_s, a_step, b_step = (getattr(t, f"{unit}_per_{of}") for of in ("s", "step") for t in (a, b))
     if not (a_s and b_s and a_step and b_step):
         return None
