@@ -99,7 +99,8 @@ def test_the_rank_on_which_a_part_takes_longest_is_named(tmp_path: Path) -> None
         light = [runs.light(n, 100 * MS, start_ns=at + n * 100 * MS) for n in range(200)]
         made.append((None, light, {**runs.CPU, "clock": {"unix_ns": 2 * SECOND}}))
     path = runs.recorded(tmp_path / "run", *made, start_ns=1, end_ns=40 * SECOND)
-    parts = {part.part: part for part in diagnose(open_run(path), ()).budget}
+    result = diagnose(open_run(path), (), jobs=1)
+    parts = {part.part: part for part in result.budget}
     assert (parts["setup"].ns, parts["setup"].most_ns, parts["setup"].most_rank) == (6 * SECOND, 15 * SECOND, 2)
     assert (parts["end"].most_rank, parts["steady"].most_ns) == (-1, parts["steady"].ns)
-    assert "setting up 15 % (15.0 s on rank 2)" in budget(diagnose(open_run(path), ())).replace("\u00a0", " ")
+    assert "setting up 15 % (15.0 s on rank 2)" in budget(result).replace("\u00a0", " ")
