@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.diagnosis import diagnose
-from dlprof.analysis.rules import RULES
+from dlprof.analysis.input.rules import input_wait
 from dlprof.analysis.whatif import COLUMNS, PERFECT, Request, answers, factor, predictions, replays
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import open_run
 from tests.fixtures import loaders, pipelines, runs, traces
+from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS
 
 GEMM, COPY = 600_000, 200_000
@@ -157,7 +157,7 @@ def test_a_run_without_steps_has_no_answer(tmp_path: Path) -> None:
 
 def test_the_report_predicts_the_same_with_the_same_range(tmp_path: Path) -> None:
     run = open_run(waiting(tmp_path))
-    (finding,) = [one for one in diagnose(run, RULES).found if one.id == "input_wait"]
+    finding = ask(input_wait.RULE, run.path)
     forecasts = {int(one.value): one.step_ns for one in finding.forecasts}
     answered = predictions(run, [Request(workers=n) for n in forecasts])
     assert [one.step_ns for one in answered] == pytest.approx([*forecasts.values()])

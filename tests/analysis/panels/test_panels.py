@@ -13,11 +13,9 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.compute.operators import MOST_KERNELS, MOST_OPERATORS
-from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.panel import MOST_RANKS, Picture, drawn, points, table
 from dlprof.analysis.panels import communication, compute, host, machine, step
 from dlprof.errors import NotMeasured
-from dlprof.read.run import open_run
 from dlprof.result import Panel
 from tests.fixtures import allocator, dialects, dumps, pipelines, runs, traces
 from tests.fixtures.claims import edit, rewrite
@@ -252,7 +250,7 @@ def test_the_loss_scale_is_drawn_of_one_rank_in_powers_of_two(tmp_path: Path) ->
 def test_the_allocators_memory_is_of_many_ranks_the_most(tmp_path: Path) -> None:
     gb, ranks = allocator.GB, range(MOST_RANKS + 1)
     path = allocator.recorded(tmp_path, *([allocator.reading(n, rank * gb) for n in range(3)] for rank in ranks))
-    (panel,) = [p for p in diagnose(open_run(path), (), jobs=1).panels if p.title == "GPU memory of PyTorch"]
+    (panel,) = draw(compute.MEMORY_PICTURE, path)
     assert panel.rows[0] == (0, (MOST_RANKS + 1) * gb, MOST_RANKS * gb)
 
 

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.engine import Measured, RankData
+from dlprof.analysis.notices import warnings
 from dlprof.analysis.panels.step import MOST_STREAMS, MOST_WORKERS, excerpt
 from dlprof.analysis.source.line_shares import lines_between
 from dlprof.analysis.step.breakdown import blocked, breakdown, contention, most_saved_ns, part, part_noise
@@ -106,6 +106,10 @@ def test_a_gpu_job_traced_without_its_gpu_abstains(tmp_path: Path, sign: str) ->
         runs.rank_of(tmp_path, made).once(partition)
 
 
+def warned(path: Path) -> list[str]:
+    return runs.measured(path, warnings).call(warnings)
+
+
 def parts(run: Measured, *names: str) -> dict[str, float]:
     """Return parts of the mean step of rank 0, ms; all of which add up to it."""
     frame = run.frame(breakdown)
@@ -156,7 +160,7 @@ def test_the_parts_are_brought_to_the_steps_that_were_not_traced(tmp_path: Path,
     if name == "slowed by the profiler":
         assert run.frame(step_means)["overhead"][0] == pytest.approx(2.0)
     if name == "not recorded":
-        (said,) = (w for w in diagnose(open_run(path), [], jobs=1).run.warnings if "not in the traced steps" in w)
+        (said,) = (w for w in warned(path) if "not in the traced steps" in w)
         assert said.startswith("33 % of a step is not in the traced steps")
 
 
@@ -383,8 +387,7 @@ def test_steps_that_are_left_out_and_work_without_a_launch_are_counted(tmp_path:
     rank = runs.rank_of(tmp_path / "b", traces.trace(*events, world_size=1))
     assert rank.once(window_likeness)["left_out"].tolist() == ["1 step that launched nothing on the device"]
     assert rank.once(timing).numbers.tolist() == [0, 1, 2, 4, 5]
-    warnings = diagnose(open_run(tmp_path / "b"), [], jobs=1).run.warnings
-    assert any("1 step that launched nothing" in warning for warning in warnings)
+    assert any("1 step that launched nothing" in warning for warning in warned(tmp_path / "b"))
     on_cpu = traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="")
     assert runs.rank_of(tmp_path / "c", on_cpu).once(window_likeness).empty
 
