@@ -559,9 +559,8 @@ class Bomb:
 
 
 def with_more(archive: zipfile.ZipFile) -> None:
-    with archive.open("more.npy", "w") as file:
-        for _ in range(300):
-            file.write(bytes(1 << 20))
+    archive.writestr("more.npy", b"")
+    archive.getinfo("more.npy").file_size = 3 << 30
 
 
 def encrypted(archive: zipfile.ZipFile) -> None:
