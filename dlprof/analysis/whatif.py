@@ -195,20 +195,11 @@ class _Replayed:
     frame: pd.DataFrame
     place: int
 
-    def ratio(self, rank: int, fetch: float, left: float = 1.0) -> float | None:
+    def ratio(self, rank: int, fetch: float, left: float = 1.0, *, changed: bool = True) -> float | None:
         """Return the step of a rank as a multiple of its step as it is; None where it was not replayed."""
-        return self._of(self.place, rank, fetch, left)
-
-    def without_fetch(self, rank: int) -> float | None:
-        """Return the same for the rank without changes and without its wait for data."""
-        return self._of(0, rank, 0.0, 1.0)
-
-    def _of(self, place: int, rank: int, fetch: float, left: float) -> float | None:
-        f = self.frame
+        f, place = self.frame, self.place if changed else 0
         mine = f[(f["rank"] == rank) & (f["change"] == place) & (f["fetch"] == fetch)].sort_values("communication")
-        if not len(mine):
-            return None
-        return float(np.interp(left, mine["communication"], mine["ratio"]))
+        return float(np.interp(left, mine["communication"], mine["ratio"])) if len(mine) else None
 
 
 def _answer(known: Known, change: Request, replayed: _Replayed) -> Answer:
@@ -256,7 +247,7 @@ def _gained(known: Known, change: Request, replays: _Replayed, rank: int, own_ns
     """Return how much shorter a rank's own time is, ns; below 0: longer."""
     cpu = settings.on_cpu(known.job)
     left = _communication_left(known, change, rank, unknown) if change.network is not None and not cpu else 1.0
-    now, then = replays.without_fetch(rank), replays.ratio(rank, 0.0, left)
+    now, then = replays.ratio(rank, 0.0, changed=False), replays.ratio(rank, 0.0, left)
     if now is None or then is None:
         if not cpu:
             raise NotMeasured("the traced steps cannot be replayed: the trace lacks launches, or steps")

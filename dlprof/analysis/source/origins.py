@@ -330,8 +330,7 @@ class Origins:
         if len(names) > _MOST_NAMES:
             raise Computed("it leads too far")
         yield from (Found(key, file, value, keys=keys) for file, keys, value in keys_of(self._job, key))
-        rows = [row for row in self._job.options if row.get("dest") == key]
-        added = [(f, call) for f, s in self._sources.items() for call in s.calls["add_argument"] if _dest(call) == key]
+        rows, added = self._options(key)
         is_given = bool(rows or added) and mentions(self._job, key, self._names(key))
         if is_given:
             yield Found(key)
@@ -426,9 +425,13 @@ class Origins:
 
     def _names(self, key: str) -> list[str]:
         """Return what the option of a key is called on the command line."""
-        calls = [call for source in self._sources.values() for call in source.calls["add_argument"]]
-        rows = [str(row["name"]) for row in self._job.options if row.get("dest") == key]
-        return rows + [text for call in calls if _dest(call) == key for text in _texts(call)]
+        rows, added = self._options(key)
+        return [str(row["name"]) for row in rows] + [text for _, call in added for text in _texts(call)]
+
+    def _options(self, key: str) -> tuple[list[Mapping[str, Any]], list[tuple[str, ast.Call]]]:
+        """Return the options that give a key: as recorded, and the calls that add them, with their files."""
+        added = [(f, call) for f, s in self._sources.items() for call in s.calls["add_argument"] if _dest(call) == key]
+        return [row for row in self._job.options if row.get("dest") == key], added
 
     def _classes(self, name: str) -> list[ast.ClassDef]:
         return [one for each in self._sources.values() for one in each.defined[name] if isinstance(one, ast.ClassDef)]

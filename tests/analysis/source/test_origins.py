@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from dlprof.analysis.source.patches import Wanted, calls_of, edit_of, patch, pat
 from dlprof.analysis.source.where import placed
 from dlprof.result import Change, Outcome, change
 from tests.analysis.source.test_where import source
+from tests.fixtures.edits import apply
 from tests.fixtures.jobs import facts as recorded_facts
 from tests.fixtures.jobs import record
 
@@ -56,9 +56,7 @@ def written(folder: Path, files: dict[str, str], line: str = "", **facts: Any) -
 
 def applied(folder: Path, text: str) -> dict[str, str]:
     """Have git apply a patch, and return the lines that it adds, by file."""
-    (folder / "fix.diff").write_text(text)
-    for words in (["init", "-q", "."], ["apply", "fix.diff"]):
-        subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True)
+    apply(folder, text)
     added: dict[str, str] = {}
     for line in text.splitlines():
         if line.startswith("+++ "):
