@@ -15,13 +15,13 @@ from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels.machine import SAMPLES_PICTURE
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
-from tests.fixtures import readings
+from tests.fixtures import allocator, readings
 from tests.fixtures.readings import sampled
 from tests.fixtures.runs import CPU, MS, light, measured, recorded
 
 STEPS = [light(n, 100 * MS) for n in range(9)]
 SOFTWARE = {"torch": "2.13.0", "python": "3.11.7"}
-FACTS = {**CPU, "versions": SOFTWARE, "loaders": [{"num_workers": 2}], "environment": {"OMP_NUM_THREADS": "2"}}
+FACTS = {**CPU, "versions": SOFTWARE, "loaders": [{"num_workers": 2}], "env": {"OMP_NUM_THREADS": "2"}}
 
 
 def known(run: Measured, section: str) -> dict[str, str]:
@@ -34,6 +34,7 @@ def test_a_run_is_named_and_a_fact_in_which_ranks_differ_shows_all_its_values(tm
     software = known(run, "Software")
     assert (software["torch"], software["python"], "cuda" in software) == ("2.13.0, 2.12.0", "3.11.7", False)
     assert (known(run, "Job")["ranks"], known(run, "Device")["type"]) == ("2 of 2", "cpu")
+    assert known(run, "Environment") == {"OMP_NUM_THREADS": "2"}
     assert all(fact.value for fact in facts_of(run))
     info = run_info(run.job, ["a warning"])
     assert (info.path, info.ranks, info.missing_ranks, info.world_size) == ("run", (0, 1), (), 2)
@@ -42,6 +43,13 @@ def test_a_run_is_named_and_a_fact_in_which_ranks_differ_shows_all_its_values(tm
     facts = FACTS | {"device": {"capability": [9, 0]}, "cpu": {"units": ["avx2", "fma"]}}
     device = known(measured(recorded(tmp_path / "gpu", (None, STEPS, facts)), *SECTIONS), "Device")
     assert (device["capability"], device["cpu units"]) == ("9.0", "avx2, fma")
+    # Of memory the most of any rank.
+    gb = allocator.GB
+    run = measured(
+        allocator.recorded(tmp_path / "memory", *([allocator.reading(0, n * gb)] for n in (3, 8))), *SECTIONS
+    )
+    memory = known(run, "Memory")
+    assert (memory["most allocated"], memory["allocations that failed"]) == ("8.50 GB of 100 GB (8.5 %)", "0")
     # One that left next to nothing has facts all the same.
     bare = measured(recorded(tmp_path / "bare", (None, [], {})), *SECTIONS)
     assert known(bare, "Job")

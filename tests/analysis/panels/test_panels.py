@@ -251,6 +251,7 @@ def test_the_allocators_memory_is_of_many_ranks_the_most(tmp_path: Path) -> None
     gb, ranks = allocator.GB, range(MOST_RANKS + 1)
     path = allocator.recorded(tmp_path, *([allocator.reading(n, rank * gb) for n in range(3)] for rank in ranks))
     (panel,) = draw(compute.MEMORY_PICTURE, path)
+    assert draw(step.STEPS_PICTURE, path)[0].columns[1:] == ("mean of ranks", "slowest rank")
     assert panel.rows[0] == (0, (MOST_RANKS + 1) * gb, MOST_RANKS * gb)
 
 
