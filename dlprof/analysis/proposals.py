@@ -25,8 +25,9 @@ from dlprof.analysis.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.result import TIMELESS, Change, Outcome, Proposal, RunPart, Scope, Setting, Together
 from dlprof.result.tried import Attempt, Tried
 
-# A part of a saving, ns, and the categories of `time` that it comes out of.
+# A part of a saving, ns, and the categories of `time` that it comes out of; a finding with the pieces of its saving.
 Piece = tuple[frozenset[str], float]
+Found = tuple[Outcome, Sequence[Piece]]
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,7 @@ def pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[Pi
     return split if split and left <= 0 else [*split, (others or frozenset(rule.saves_from), left)]
 
 
-def combined_saving(
-    basis: Basis, found: Sequence[tuple[Outcome, list[Piece]]], of_host: Collection[str] = ()
-) -> Together | None:
+def combined_saving(basis: Basis, found: Sequence[Found], of_host: Collection[str] = ()) -> Together | None:
     """Bound the combined saving of all findings; `of_host`: the rules on the device's waiting for its host.
 
     Savings from the same categories are at most the removal of these categories. Savings from different ones are at
@@ -111,9 +110,7 @@ def combined_saving(
     return Together(total, total / step, speedup(total / step))
 
 
-def _host_once(
-    basis: Basis, found: list[tuple[Outcome, list[Piece]]], of_host: Collection[str]
-) -> list[tuple[Outcome, list[Piece]]]:
+def _host_once(basis: Basis, found: list[Found], of_host: Collection[str]) -> list[Found]:
     """Make one of the findings on the host: what the replay without all of them gains."""
     hosts = [(o, mine) for o, mine in found if o.id in of_host]
     parts = basis.host_parts.or_none()
@@ -128,9 +125,9 @@ def _host_once(
     return [*(one for one in found if one[0].id not in of_host), (largest, [(categories, saving)])]
 
 
-def _once(found: Sequence[tuple[Outcome, list[Piece]]]) -> list[tuple[Outcome, list[Piece]]]:
+def _once(found: Sequence[Found]) -> list[Found]:
     """Leave out a finding if the first change of a larger one sets the same: that change is made once."""
-    kept: dict[frozenset[Setting], tuple[Outcome, list[Piece]]] = {}
+    kept: dict[frozenset[Setting], Found] = {}
     others = []
     for one in sorted(found, key=lambda of: -of[0].saving_ns):
         sets = frozenset(one[0].changes[0].settings) if one[0].changes else frozenset()
@@ -183,20 +180,20 @@ _HOLDS: Mapping[Scope, tuple[Scope, ...]] = {"step": ("step",), "job": ("step", 
 
 
 def proposals(
-    basis: Basis, found: Sequence[tuple[Outcome, Sequence[Piece]]], of_host: Collection[str], budget: Sequence[RunPart]
+    basis: Basis, found: Sequence[Found], of_host: Collection[str], budget: Sequence[RunPart]
 ) -> tuple[Proposal, ...]:
     """Return what findings, in their order, propose: cures first, each after those above it; then, each after all of
     the cures, the changes of the training. `of_host`: the rules on the device's waiting for its host.
 
     A finding without a change proposes none. A gain that those above it take away is no proposal.
     """
-    groups: dict[object, list[tuple[Outcome, Sequence[Piece]]]] = {}
+    groups: dict[object, list[Found]] = {}
     for one in found:
         if one[0].changes and not one[0].changes[0].informs:
             groups.setdefault(_key(one[0].changes[0]), []).append(one)
     run_ns = sum(part.ns for part in budget)
     made: list[Proposal] = []
-    before: list[tuple[Outcome, Sequence[Piece]]] = []
+    before: list[Found] = []
     taken: dict[str, float] = {}
     gained: dict[Scope, float] = {}
     cures = [group for group in groups.values() if not group[0][0].training]
@@ -219,8 +216,8 @@ def _key(change: Change) -> object:
 
 def _proposal(
     basis: Basis,
-    before: Sequence[tuple[Outcome, Sequence[Piece]]],
-    group: Sequence[tuple[Outcome, Sequence[Piece]]],
+    before: Sequence[Found],
+    group: Sequence[Found],
     of_host: Collection[str],
     run_ns: float,
     taken: Mapping[str, float],
@@ -271,11 +268,9 @@ def _proposal(
     )
 
 
-def _gone(
-    basis: Basis, found: Sequence[tuple[Outcome, Sequence[Piece]]], of_host: Collection[str], whole: float
-) -> float:
+def _gone(basis: Basis, found: Sequence[Found], of_host: Collection[str], whole: float) -> float:
     """Return what findings save together, ns a training step; at most all of it."""
-    timed = [(o, list(mine)) for o, mine in found if o.scope not in TIMELESS]
+    timed = [one for one in found if one[0].scope not in TIMELESS]
     if len(timed) < 2:
         return min(sum(o.saving_ns for o, _ in timed), whole)
     bound = combined_saving(basis, timed, of_host)
