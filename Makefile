@@ -10,7 +10,7 @@ TORCH_FLAGS ?=
 # Two workers take file after file, the longest first (tests/conftest.py).
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-long test-all check format lint types contracts axe viewers docs docs-site bench torture accuracy field reports gpu clean
+.PHONY: demo test test-long test-all check format lint types contracts axe viewers docs docs-site bench torture slurm accuracy field reports gpu clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -85,6 +85,10 @@ bench: $(VENV)/.ready .bench/.ready
 SEED ?= 0
 torture: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.torture --seed $(SEED) $(QUICK)
+
+# Batch scripts plain and with dlprof on a real SLURM, which it starts: a quarter of an hour. Skips where there is none.
+slurm: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.slurm --out docs/slurm.md
 
 # The advice on public scripts: FIELD is a folder of checkouts, FIELD_PYTHON an interpreter with what the scripts need and
 # with dlprof (benchmarks/field.toml lists them). Writes docs/field.md.

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dlprof.analysis.scaling.predictions import studied
-from dlprof.analysis.scaling.replayed import replays_of
+from dlprof.analysis.scaling.predictions import replays_of, studied
 from dlprof.analysis.scaling.study import Named, sizes
 from dlprof.commands.report import analyse
 from dlprof.result.scale import Study

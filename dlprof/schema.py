@@ -45,7 +45,7 @@ SPANS = Table(
     # of its group and received from each: "3,5>4,1", or the total elements: "640>400". "": unknown, or none.
     shape=CATEGORY,
     # Autograd's sequence number, counted per thread. A backward function has its own; an operator has that of the
-    # function that it or the next operator makes. -1: unknown, none, or not read (read/kineto/autograd.py).
+    # function that it or the next operator makes. -1: unknown, none, or not read (read/kineto/event_columns.py).
     autograd="int64",
     forward_thread=CATEGORY,  # thread that made a backward function, as the profiler numbers them; "": none
 )
@@ -250,7 +250,7 @@ MEMORY_EVENTS = Table(
     bytes="int64",
     stream="int64",
     pool=CATEGORY,  # id of the memory pool, "": the default one
-    site=CATEGORY,  # the user's line, "function (file:line)"; if there is none: dlprof/read/dumps/frames.py
+    site=CATEGORY,  # the user's line, "function (file:line)"; if there is none: dlprof/read/dumps/pickles.py
     via=CATEGORY,  # the function of PyTorch or a library that this line called
     category=CATEGORY,
     free_bytes="int64",  # left on the device, for action oom

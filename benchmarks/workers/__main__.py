@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.workers.job import KINDS, TUNED
 from dlprof.analysis.engine import measure
-from dlprof.analysis.input.input_waits import Paces, forecasts, paces
+from dlprof.analysis.input.input_waits import AllLoopTimes, forecasts, loop_times
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import open_run
 
@@ -62,7 +62,7 @@ def record(kind: str, workers: int, seconds: float, folder: Path) -> None:
 
 def read(kind: str, workers: int, folder: Path) -> Recording:
     """Return what a recording predicts; raises DlprofError where it has no steps."""
-    known: Paces = measure(open_run(folder), [paces], jobs=1).frame(paces)
+    known: AllLoopTimes = measure(open_run(folder), [loop_times], jobs=1).frame(loop_times)
     try:
         predicted = {f.workers: f.step_ns for f in forecasts(known, 0)[1:]}
     except NotMeasured:

@@ -17,7 +17,7 @@ from dlprof import schema
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import exchanged, size_class
 from dlprof.analysis.communication.blame import blame
-from dlprof.analysis.communication.matching import host_clocks
+from dlprof.analysis.communication.collectives import host_clocks
 from dlprof.analysis.compute.device_kinds import kinds_of_work
 from dlprof.analysis.compute.operators import tensor_cores, work_means
 from dlprof.analysis.compute.peaks import arithmetic
@@ -39,7 +39,7 @@ from dlprof.analysis.panel import cells
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.analysis.step.savings import lengths_ns, spread
 from dlprof.analysis.step.whole_job import run_parts
-from dlprof.analysis.stragglers.alike import members_of
+from dlprof.analysis.stragglers.late_ranks import members_of
 from dlprof.analysis.throughput.rates import of_throughput, scaling, throughput
 from dlprof.analysis.timeline.device import device_time
 from dlprof.analysis.timeline.steps import mean_step_ns, phases_of_step, step_means

@@ -18,7 +18,7 @@ from dlprof.analysis.step.whole_job import whole_job
 from dlprof.analysis.timeline.device import NOT_IN_STEPS
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.analysis.timeline.what_if import REPRODUCED, replayed_steps
-from dlprof.read.run import together
+from dlprof.read.run import once_each
 from dlprof.units import count, digits, duration, few, percent, ranks_named, size, used_by_others
 
 # A trace that links less of the device's work to its launches has a warning.
@@ -301,7 +301,7 @@ def _of_rest(job: Job, means: pd.DataFrame, rest: Mapping[int, float]) -> list[s
 
 def _of_ranks(run: Measured) -> list[str]:
     found = [(f"rank {rank}", text) for rank, texts in run.warnings.items() for text in texts]
-    lines = together(found, "ranks") if len(run.ranks) > 1 else list(dict.fromkeys(text for _, text in found))
+    lines = once_each(found, "ranks") if len(run.ranks) > 1 else list(dict.fromkeys(text for _, text in found))
     for text, ranks in run.failures().items():
         where = f" (ranks {few(ranks, 8)})" if ranks else ""
         lines.append(f"a measure failed, and what needs it is missing: {text}{where}")

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import transfers
-from dlprof.analysis.communication.exchange_plans import Fit, fitted
-from dlprof.analysis.communication.overlap import exposed_transfer
+from dlprof.analysis.communication.exchange_plans import Fit, exposed_transfer, fitted
 from dlprof.analysis.engine import (
     ALSO,
     JOB,
@@ -42,7 +41,7 @@ from dlprof.analysis.engine import (
 )
 from dlprof.analysis.estimate import error_of
 from dlprof.analysis.input.fetch_replay import replayed
-from dlprof.analysis.input.input_waits import Paces, correction, input_waits, paces, trusted
+from dlprof.analysis.input.input_waits import AllLoopTimes, correction, input_waits, loop_times, trusted
 from dlprof.analysis.pipeline.pipeline_plans import Model, pipeline_models
 from dlprof.analysis.step.breakdown import breakdown, part, part_noise
 from dlprof.analysis.step.savings import own_time, saving, saving_input
@@ -146,7 +145,7 @@ class Known:
     step_series: Maybe[Frame] = maybe(step_series)
     breakdown: Maybe[Frame] = maybe(breakdown)
     input_waits: Maybe[Frame] = maybe(input_waits)
-    paces: Maybe[Paces] = maybe(paces)
+    loop_times: Maybe[AllLoopTimes] = maybe(loop_times)
     exposed_transfer: Maybe[pd.Series[float]] = maybe(exposed_transfer)
     fitted: Maybe[Fit | None] = maybe(fitted)
     transfers: Maybe[Frame] = maybe(transfers)
@@ -257,7 +256,7 @@ def _gained(known: Known, change: Request, replays: _Replayed, rank: int, own_ns
         return (1 - then) * step
     lacking = _lacking(known, rank)
     if not lacking:
-        return step - _with_loader(known.paces.get(), rank, change, then / now if now else 1.0)
+        return step - _with_loader(known.loop_times.get(), rank, change, then / now if now else 1.0)
     if change.of_input:
         raise NotMeasured(f"the batches of rank {rank} were not recorded: {lacking}")
     if change.device is not None or change.host is not None:
@@ -291,13 +290,13 @@ def _gained_on_cpu(known: Known, change: Request, rank: int, own_ns: float, unkn
     lacking = _lacking(known, rank)
     if not lacking:
         loop = max(own_ns - wait, 1.0)
-        return known.mean_step_ns - _with_loader(known.paces.get(), rank, change, max(loop - removed, 1.0) / loop)
+        return known.mean_step_ns - _with_loader(known.loop_times.get(), rank, change, max(loop - removed, 1.0) / loop)
     if change.of_input:
         raise NotMeasured(f"the batches of rank {rank} were not recorded: {lacking}")
     return removed
 
 
-def _with_loader(recordings: Paces, rank: int, change: Request, own: float) -> float:
+def _with_loader(recordings: AllLoopTimes, rank: int, change: Request, own: float) -> float:
     """Return a rank's step if the loop's own work takes `own` times as long and the loader changes as requested."""
     now, pace = trusted(recordings, rank), recordings.of(rank)
     then = replace(pace, own=pace.own * own)
@@ -317,7 +316,7 @@ def _with_loader(recordings: Paces, rank: int, change: Request, own: float) -> f
 def _lacking(known: Known, rank: int) -> str:
     """Return why the loader of a rank cannot be replayed; "" where it can."""
     try:
-        trusted(known.paces.get(), rank)
+        trusted(known.loop_times.get(), rank)
     except (NotMeasured, MeasureFailed) as e:
         return str(e)
     return ""
@@ -375,7 +374,9 @@ def replays(changes: Sequence[Request], rank: RankData) -> pd.DataFrame:
             for left in LEFT if one.network is not None else (1.0,):
                 durations = _durations(one, work, steps.replay.durations, left)
                 share = 1 / one.host if one.host else 1.0
-                rows += [(n, fetch, left, steps.ratio(durations, fetch=fetch, host=share)) for fetch in (0.0, 1.0)]
+                rows += [
+                    (n, fetch, left, steps.left(durations, share, fetch=fetch, python=share)) for fetch in (0.0, 1.0)
+                ]
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
     return rank.call(ratios)

@@ -26,7 +26,7 @@ from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.communication.blame import blame
-from dlprof.analysis.communication.matching import host_clocks, matched
+from dlprof.analysis.communication.collectives import host_clocks, matched
 from dlprof.analysis.engine import (
     JOB,
     RANK,
@@ -59,6 +59,74 @@ _THREADS = 1_000
 
 # A job of many ranks has more waits than a user can look at.
 MOST_ARROWS = 20_000
+
+# Total spans of all ranks: about 60 MB of text, which the Perfetto page opens in some seconds. A rank of a very
+# large job still has FEWEST_SPANS; the exclusive parts of its steps are at most PARTS_SHARE of that again.
+MOST_SPANS = 400_000
+FEWEST_SPANS = 2_000
+PARTS_SHARE = 0.2
+
+LONGEST_NAME = 300
+
+OWN = "dlprof"
+
+STEPS, PARTS, STALLS, CHUNKS = "steps", "where the step goes", "stalls", "pipeline"
+EXCHANGES, WAITS = "collectives", "waits for"
+TRACKS = (STEPS, PARTS, WAITS, EXCHANGES, STALLS, CHUNKS)
+WORKER = "loader worker "
+
+# Kinds of spans as Kineto's categories, host and device.
+_CATEGORIES = {
+    "annotation": ("user_annotation", "gpu_user_annotation"),
+    "communication": ("user_annotation", "kernel"),
+    "copy": ("", "gpu_memcpy"),
+    "fetch": ("user_annotation", ""),
+    "kernel": ("", "kernel"),
+    "op": ("cpu_op", ""),
+    "python": ("python_function", ""),
+    "runtime": ("cuda_runtime", ""),
+    "set": ("", "gpu_memset"),
+    "sync": ("", "cuda_sync"),
+}
+
+# Sampled metrics: source, metric, track. The host's samples are read with its first rank.
+_COUNTERS = (
+    ("gpu", "busy_share", "GPU: some kernel runs"),
+    ("gpu", "sm_busy_share", "GPU: multiprocessors at work"),
+    ("gpu", "tensor_busy_share", "GPU: tensor cores at work"),
+    ("gpu", "dram_share", "GPU: memory bandwidth in use"),
+    ("gpu", "power_w", "GPU: power"),
+    ("gpu", "sm_clock_mhz", "GPU: clock of the multiprocessors"),
+    ("gpu", "temperature_c", "GPU: temperature"),
+    ("gpu", "memory_used_bytes", "GPU: memory in use"),
+    ("gpu", "pcie_received_bytes_per_s", "GPU: received over PCIe"),
+    ("gpu", "pcie_sent_bytes_per_s", "GPU: sent over PCIe"),
+    ("gpu", "nvlink_received_bytes_per_s", "GPU: received over NVLink"),
+    ("gpu", "nvlink_sent_bytes_per_s", "GPU: sent over NVLink"),
+    ("processes", "cpu_cores", "process: cores in use"),
+    ("processes", "children_cpu_cores", "loader workers and other children: cores in use"),
+    ("processes", "main_thread_waited_share", "training thread: ready, but no core free"),
+    ("processes", "rss_bytes", "process: memory"),
+    ("host", "cpu_cores", "host: cores in use"),
+    ("host", "memory_used_bytes", "host: memory in use"),
+    ("host", "disk_read_bytes_per_s", "host: read from disks"),
+    ("host", "disk_written_bytes_per_s", "host: written to disks"),
+    ("host", "network_received_bytes_per_s", "host: received over the network"),
+    ("host", "network_sent_bytes_per_s", "host: sent over the network"),
+)
+
+_ALLOCATOR = {"allocated_bytes": "PyTorch: memory of tensors", "reserved_bytes": "PyTorch: memory reserved"}
+
+# End of a metric's name → unit and factor. The longest matching end counts.
+_UNITS = {
+    "_bytes_per_s": ("bytes/s", 1),
+    "_bytes": ("bytes", 1),
+    "_cores": ("cores", 1),
+    "_share": ("%", 100),
+    "_mhz": ("MHz", 1),
+    "_w": ("W", 1),
+    "_c": ("°C", 1),
+}
 
 
 @dataclass(frozen=True)
@@ -389,92 +457,6 @@ def _nested(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool
         if not wrong.any():
             return fits
         fits[rows[wrong]] = False
-
-
-# Total spans of all ranks: about 60 MB of text, which the Perfetto page opens in some seconds. A rank of a very
-# large job still has FEWEST_SPANS; the exclusive parts of its steps are at most PARTS_SHARE of that again.
-MOST_SPANS = 400_000
-
-
-FEWEST_SPANS = 2_000
-
-
-PARTS_SHARE = 0.2
-
-
-LONGEST_NAME = 300
-
-
-OWN = "dlprof"
-
-
-STEPS, PARTS, STALLS, CHUNKS = "steps", "where the step goes", "stalls", "pipeline"
-
-
-EXCHANGES, WAITS = "collectives", "waits for"
-
-
-TRACKS = (STEPS, PARTS, WAITS, EXCHANGES, STALLS, CHUNKS)
-
-
-WORKER = "loader worker "
-
-
-# Kinds of spans as Kineto's categories, host and device.
-_CATEGORIES = {
-    "annotation": ("user_annotation", "gpu_user_annotation"),
-    "communication": ("user_annotation", "kernel"),
-    "copy": ("", "gpu_memcpy"),
-    "fetch": ("user_annotation", ""),
-    "kernel": ("", "kernel"),
-    "op": ("cpu_op", ""),
-    "python": ("python_function", ""),
-    "runtime": ("cuda_runtime", ""),
-    "set": ("", "gpu_memset"),
-    "sync": ("", "cuda_sync"),
-}
-
-
-# Sampled metrics: source, metric, track. The host's samples are read with its first rank.
-_COUNTERS = (
-    ("gpu", "busy_share", "GPU: some kernel runs"),
-    ("gpu", "sm_busy_share", "GPU: multiprocessors at work"),
-    ("gpu", "tensor_busy_share", "GPU: tensor cores at work"),
-    ("gpu", "dram_share", "GPU: memory bandwidth in use"),
-    ("gpu", "power_w", "GPU: power"),
-    ("gpu", "sm_clock_mhz", "GPU: clock of the multiprocessors"),
-    ("gpu", "temperature_c", "GPU: temperature"),
-    ("gpu", "memory_used_bytes", "GPU: memory in use"),
-    ("gpu", "pcie_received_bytes_per_s", "GPU: received over PCIe"),
-    ("gpu", "pcie_sent_bytes_per_s", "GPU: sent over PCIe"),
-    ("gpu", "nvlink_received_bytes_per_s", "GPU: received over NVLink"),
-    ("gpu", "nvlink_sent_bytes_per_s", "GPU: sent over NVLink"),
-    ("processes", "cpu_cores", "process: cores in use"),
-    ("processes", "children_cpu_cores", "loader workers and other children: cores in use"),
-    ("processes", "main_thread_waited_share", "training thread: ready, but no core free"),
-    ("processes", "rss_bytes", "process: memory"),
-    ("host", "cpu_cores", "host: cores in use"),
-    ("host", "memory_used_bytes", "host: memory in use"),
-    ("host", "disk_read_bytes_per_s", "host: read from disks"),
-    ("host", "disk_written_bytes_per_s", "host: written to disks"),
-    ("host", "network_received_bytes_per_s", "host: received over the network"),
-    ("host", "network_sent_bytes_per_s", "host: sent over the network"),
-)
-
-
-_ALLOCATOR = {"allocated_bytes": "PyTorch: memory of tensors", "reserved_bytes": "PyTorch: memory reserved"}
-
-
-# End of a metric's name → unit and factor. The longest matching end counts.
-_UNITS = {
-    "_bytes_per_s": ("bytes/s", 1),
-    "_bytes": ("bytes", 1),
-    "_cores": ("cores", 1),
-    "_share": ("%", 100),
-    "_mhz": ("MHz", 1),
-    "_w": ("W", 1),
-    "_c": ("°C", 1),
-}
 
 
 def _most(rank: RankFacts) -> int:

@@ -1,4 +1,4 @@
-"""Reads run.json and facts.json: the facts of a run, and of one of its ranks.
+"""Reads the JSON objects that dlprof writes: run.json, facts.json, held.json and overrides.json.
 
 What the shapes below declare can be relied on behind this reader: it has that type, or it is None or absent. What they
 do not declare, as a later dlprof writes it, passes where it is plain. Any other value is left out with a warning.
@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dlprof import overrides
+from dlprof.errors import DlprofError
+from dlprof.read.limits import MOST_LISTED, MOST_SETTINGS, limit
 from dlprof.read.opening import read_object
 from dlprof.read.sources import Reading
 from dlprof.units import few
@@ -180,3 +183,80 @@ def _is_plain(value: Any, depth: int) -> bool:
     if isinstance(value, list):
         return depth > 0 and all(_is_plain(v, depth - 1) for v in value)
     return True
+
+
+_MOST_TEXT = 400  # names and numbers are far shorter
+
+# Of held.json, beside its rows.
+_HELD: Mapping[str, Shape] = {
+    "state": str,  # counted, or why nothing was
+    "step": int,
+    # When a backward pass began and memory was fullest with activations ("backward"), and when the last one had ended
+    # ("gradients"): what was there then besides parameters and the optimizer's state, by device.
+    "moments": [
+        {
+            **dict.fromkeys(("moment", "device"), str),
+            **dict.fromkeys(("gradient_bytes", "allocated_bytes"), int),
+        }
+    ],
+    "activations": {
+        **dict.fromkeys(("state", "why"), str),
+        **dict.fromkeys(("graphs", "nodes", "recomputed", "unseen"), int),
+        "by_module": bool,
+        "unseen_kinds": [str],
+    },
+    # key: that the state has in the optimizer, or "master" for copies of the parameters
+    "optimizers": [
+        {"class": str, "state": [{"key": str, "dtype": str, "device": str, "bytes": int, "full_bytes": int}]}
+    ],
+    "process": {"before_bytes": int, "anonymous_bytes": int},  # of the host: before there was a model, and in the step
+    "cost_ns": int,
+}
+
+
+def read_held(path: Path) -> Reading:
+    """Return table "held", and fact "held" with everything but the rows; raise DlprofError as `facts.read` does."""
+    import pandas as pd  # which opening a run does not wait for
+
+    from dlprof import schema
+
+    row_shape: Mapping[str, Shape] = {n: str if d == schema.CATEGORY else int for n, d in schema.HELD.items()}
+    reading = read(path, {**_HELD, "rows": [row_shape]})
+    about = dict(reading.facts)
+    rows = about.pop("rows", None)
+    if rows is None:
+        raise DlprofError(f"{path.name} is broken (it has no rows)")
+    whole = [row for row in rows[: limit(MOST_LISTED)] if all(row.get(name) is not None for name in row_shape)]
+    frame = pd.DataFrame(whole, columns=list(row_shape))
+    texts = [name for name, kind in row_shape.items() if kind is str]
+    frame[texts] = frame[texts].map(lambda text: text[:_MOST_TEXT])
+    warnings = list(reading.warnings)
+    if odd := len(rows) - len(whole):
+        warnings.append(f"{path.name}: {odd:,} rows of another kind, or too many, are left out")
+    return Reading({"held": schema.check("held", frame.astype(dict(schema.HELD)))}, {"held": about}, tuple(warnings))
+
+
+_MOST_APPLIED = 1 << 62
+
+
+def read_overrides(path: Path) -> Reading:
+    """Return table "overrides"; raises DlprofError if the file cannot be read or holds no object."""
+    import pandas as pd
+
+    from dlprof import schema
+
+    data = read_object(path)
+    known = {name: entry for name, entry in data.items() if isinstance(entry, dict) and "value" in entry}
+    rows = []
+    for name, one in list(overrides.outcomes((), [known]).items())[: limit(MOST_SETTINGS)]:
+        before = ", ".join(map(str, one.before))
+        of_all = (name, str(known[name]["value"]), before, min(one.applied, _MOST_APPLIED))
+        for file, line, function in one.places or (("", -1, ""),):
+            rows.append((*of_all, file, line, function, one.error or ""))
+    frame = pd.DataFrame(rows, columns=list(schema.OVERRIDES))
+    texts = [name for name, dtype in schema.OVERRIDES.items() if dtype == schema.CATEGORY]
+    frame[texts] = frame[texts].map(lambda text: text[:_MOST_TEXT])
+    frame = frame[frame["line"].between(-1, _MOST_APPLIED)].reset_index(drop=True)
+    odd = len(data) - len(known)
+    warnings = (f"{path.name}: {odd} entries of another kind are left out",) if odd else ()
+    return Reading({"overrides": schema.check("overrides", frame.astype(dict(schema.OVERRIDES)))}, {}, warnings)

@@ -7,7 +7,6 @@ file itself does not.
 from __future__ import annotations
 
 import importlib
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlprof.errors import DlprofError
-from dlprof.read.opening import as_utf8, open_file
+from dlprof.read.opening import as_utf8, gunzipped, open_file
 from dlprof.read.sources import Reading
 
 # Bytes of a file, unpacked, that a format may use to recognise it.
@@ -64,7 +63,7 @@ class Head:
     @cached_property
     def start(self) -> bytes:
         """The first few kilobytes, enough for a magic number or a header line."""
-        return as_utf8(_unpacked(self._raw, _SNIFFED) if self.is_packed else self._raw)
+        return as_utf8(gunzipped(self._raw, _SNIFFED))
 
     @cached_property
     def first(self) -> bytes:
@@ -74,17 +73,12 @@ class Head:
                 raw = file.read(HEAD_BYTES)
         except DlprofError:
             return self.start
-        return as_utf8(_unpacked(raw, HEAD_BYTES) if self.is_packed else raw)
+        return as_utf8(gunzipped(raw, HEAD_BYTES))
 
     @cached_property
     def text(self) -> str:
         """The same as text; bytes that are no UTF-8 are replaced."""
         return self.first.decode(errors="replace")
-
-    @property
-    def lines(self) -> list[str]:
-        """The first lines, the last of them perhaps cut."""
-        return self.text.splitlines()
 
     @cached_property
     def is_text(self) -> bool:
@@ -95,13 +89,6 @@ class Head:
     def opens(self) -> str:
         """The first character that is no space: "{" or "[" of JSON; "" of an empty file."""
         return self.start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1].decode(errors="replace")
-
-
-def _unpacked(raw: bytes, most: int) -> bytes:
-    try:
-        return zlib.decompressobj(wbits=31).decompress(raw, most)
-    except zlib.error:
-        return b""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,23 +146,12 @@ def beginning(
     return lambda head: (Part(rank_of(head.name)),) if begins(head.first) else ()
 
 
-def reader(module: str, function: str = "read") -> Callable[[Path, str], Reading]:
-    """Return a function of a module below dlprof.read, which is imported, with pandas, when a file is read."""
-
-    def read(path: Path, piece: str) -> Reading:
-        reading: Reading = getattr(importlib.import_module(f"dlprof.read.{module}"), function)(path, piece)
-        return reading
-
-    return read
-
-
 # The modules below dlprof.read with a FORMAT, or a tuple of several. The first that recognises a file reads it.
 FORMATS: tuple[str, ...] = (
     "gpu_logs.nvidia_smi",
-    "gpu_logs.nvidia_dmon",
-    "gpu_logs.dcgm",
+    "gpu_logs.dmon",
     "gpu_logs.amd_smi",
-    "gpu_logs.sampled",
+    "gpu_logs.readings",
     "dumps.flight_recorder",
     "dumps.memory_snapshot",
     "nsys.format",

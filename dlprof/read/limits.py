@@ -56,6 +56,9 @@ MOST_OF_ARCHIVE = 4 << 30
 # Seconds after which reading of no further rank of a run begins. A thousand ranks take minutes.
 MOST_SECONDS = 3_600
 
+# A span of ten years is a broken clock.
+LONGEST_NS = 10 * 366 * 86_400 * 10**9
+
 # Traces of one job began within an hour of each other; clocks of hosts are seconds apart.
 MOST_APART_NS = 3_600 * 10**9
 

@@ -1,11 +1,13 @@
 """Reads logs of one JSON object a line, appended as the job runs; the last line may be half.
 
-Two kinds are here: rows of a table (`rows`) and samplers' readings (`samples`).
+`rows` reads rows of a table, `samples` readings of a sampler, `read_steps` the step log (a line a step, or one for
+several short ones in a row), and `read_lines` the line counts of the named functions, by process of a rank, in pieces.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -13,6 +15,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.errors import DlprofError
@@ -169,3 +172,91 @@ def samples_frame(found: Series) -> pd.DataFrame:
         }
     )
     return schema.check("samples", made)
+
+
+def read_steps(path: Path) -> Reading:
+    """Return the table "steps"; raises DlprofError if the file cannot be read or is no log of steps."""
+    extra = {"steps": "int64", "outstanding": "int64"}
+    log = rows(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"}, extra)
+    frame, warnings = _settled(log.tables["steps"]), log.warnings
+    steps = np.maximum(frame["steps"].to_numpy(), 1)
+    most = limits.limit(limits.MOST_ROWS)
+    fit = int(np.searchsorted(np.cumsum(steps.astype(float)), most, side="right"))
+    if fit < len(frame):
+        warnings += (limits.too_many(path, "steps", most),)
+    frame = _each(frame.drop(columns=list(extra)).head(fit), steps[:fit])
+    if not len(frame):
+        warnings += (f"{path.name}: holds no steps",)
+    return Reading({"steps": frame}, {}, warnings)
+
+
+def _settled(frame: pd.DataFrame) -> pd.DataFrame:
+    """Leave out the lines that were written before a step's device time was known, where it was written again."""
+    outstanding = frame["outstanding"].to_numpy() > 0
+    if not outstanding.any():
+        return frame
+    end = (frame["start_ns"] + frame["dur_ns"]).to_numpy()
+    last = end[~outstanding].max(initial=0)
+    left = np.flatnonzero(~outstanding | (frame["start_ns"].to_numpy() >= last))
+    return frame.take(left).reset_index(drop=True)
+
+
+# A line of several steps holds the sum of these; in the rest its steps are alike.
+_PARTS = ("lead_ns", "fetch_ns", "forward_ns", "backward_ns", "optimizer_ns", "device_step_ns", "unused_forward_ns")
+_COUNTS = ("fetches", "forwards", "backwards", "optimizer_steps", "samples", "inputs", "tokens")
+_SUMS = ("dur_ns", *_PARTS, *_COUNTS)
+
+
+def _each(frame: pd.DataFrame, steps: NDArray[np.int64]) -> pd.DataFrame:
+    """Return every step a row: those of one line follow each other and share its times, to the nanosecond."""
+    if not len(frame) or steps.max() == 1:
+        return frame
+    each = frame.loc[np.repeat(np.arange(len(frame)), steps)].reset_index(drop=True)
+    n = np.repeat(steps, steps)
+    nth = np.arange(len(each)) - np.repeat(np.cumsum(steps) - steps, steps)
+
+    def share(name: str) -> NDArray[np.int64]:
+        total = each[name].to_numpy()
+        return np.where(total < 0, total, total * (nth + 1) // n - total * nth // n)
+
+    return each.assign(
+        step=each["step"] + nth,
+        start_ns=each["start_ns"] + each["dur_ns"] * nth // n,
+        **{name: share(name) for name in _SUMS},
+    )
+
+
+# Sums of a thousand of them still fit into 64 bits.
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+class _Piece(msgspec.Struct):
+    role: str
+    function: str
+    file: str
+    first: _Count
+    lines: list[tuple[_Count, _Count, _Count]]  # line, hits, ns
+    source: str | None = None
+
+
+def read_lines(path: Path) -> Reading:
+    """Return table "lines"; raises DlprofError if the file cannot be read or holds lines but no valid one."""
+    hits: Counter[tuple[str, str, str, int]] = Counter()
+    took: Counter[tuple[str, str, str, int]] = Counter()
+    texts: dict[tuple[str, str], dict[int, str]] = {}
+    log = Log(path, "lines", msgspec.json.Decoder(_Piece).decode)
+    for pieces in log:
+        for piece in pieces:
+            if piece.source:
+                numbered = dict(enumerate(piece.source.splitlines(), piece.first))
+                texts.setdefault((piece.function, piece.file), numbered)
+            for line, n, ns in piece.lines:
+                hits[piece.role, piece.function, piece.file, line] += n
+                took[piece.role, piece.function, piece.file, line] += ns
+    for role, function, name in {key[:3] for key in hits}:
+        for line in texts.get((function, name), ()):
+            hits[role, function, name, line] += 0
+    keys = sorted(key for key in hits if max(hits[key], took[key]) < 1 << 63)
+    counted = [(*key, hits[key], took[key], texts.get(key[1:3], {}).get(key[3], "")) for key in keys]
+    frame = pd.DataFrame(counted, columns=list(schema.LINES)).astype(dict(schema.LINES))
+    return Reading({"lines": schema.check("lines", frame)}, {}, log.warnings)

@@ -17,12 +17,10 @@ from dlprof import run_folder
 from dlprof.errors import DlprofError
 from dlprof.files import BOOT, longer
 from dlprof.read import facts
-from dlprof.read.folders import of_one_job
 from dlprof.read.limits import MOST_RANKS
 from dlprof.read.mixture import Gathered, Taken, beside, gather, one_file
-from dlprof.read.opening import Inside
+from dlprof.read.opening import Inside, Unpacked, top, unpacked
 from dlprof.read.sources import SOURCES
-from dlprof.read.unpacking import Unpacked, top, unpacked
 from dlprof.units import duration, few, listed
 
 FORMAT = 1
@@ -35,6 +33,9 @@ _LIFE = re.compile(r"([0-9]{1,9})(?:\.r([0-9]{1,9}))?")
 
 # A job without a recorded end counts as running if one of its files was written to in the last so many seconds.
 _STILL_S = 20.0
+
+# Hosts' clocks may be so far apart: only a rank that began so long after another's end is of a later job.
+_CLOCKS_NS = 60_000_000_000
 
 # The most tasks that one warning names.
 _MOST_NAMED = 8
@@ -83,12 +84,12 @@ class Run:
         return sorted(self.ranks, key=lambda rank: -rank.unpacked_bytes)
 
     def share_out(self, jobs: int | None) -> None:
-        """Divide the cores, or `jobs` of them, among its traces; kineto/split reads each trace with its share."""
-        from dlprof.read.kineto import shares
+        """Divide the cores, or `jobs` of them, among its traces; kineto/split.py reads each trace with its share."""
+        from dlprof.read.kineto import split
 
         whole = (rank for rank in self.ranks if TRACE in rank.files and TRACE not in rank.pieces)
         bytes_of = {rank.files[TRACE]: rank.unpacked_bytes for rank in whole}
-        shares.share_out(bytes_of, sum(rank.unpacked_bytes for rank in self.ranks), jobs)
+        split.share_out(bytes_of, sum(rank.unpacked_bytes for rank in self.ranks), jobs)
 
 
 def open_run(path: str | os.PathLike[str], window: int | None = None) -> Run:
@@ -143,11 +144,10 @@ _MOST_STARTS = 64
 def _unended(folder: Path) -> str:
     """Return a warning that the job's end was not recorded. It still runs if its files were just written to."""
     written = 0.0
-    for path in itertools.chain(
-        *(f.glob("*.jsonl") for f in (*run_folder.in_ranks(folder), *run_folder.in_hosts(folder)))
-    ):
-        with suppress(OSError):
-            written = max(written, path.stat().st_mtime)
+    for place in (*run_folder.in_ranks(folder), *run_folder.in_hosts(folder)):
+        for path in place.glob("*.jsonl"):
+            with suppress(OSError):
+                written = max(written, path.stat().st_mtime)
     if time.time() - written < _STILL_S:
         return "the job still runs, or ended just now: the figures are of what was recorded so far"
     return "the recording was cut off: the end of the job was not recorded"
@@ -161,12 +161,16 @@ def _recorded(folder: Path, window: int | None = None) -> Run:
         raise DlprofError(
             f"{folder / 'run.json'} has format {newer!r}; this dlprof reads format {FORMAT}: upgrade dlprof"
         )
-    tasks = info.get("tasks") or _tasks(inside)
+    # Each task of a job wrote its own file.
+    files = (path for path in run_folder.in_tasks(folder) if path.suffix == ".json" and inside.holds(path))
+    tasks = info.get("tasks") or [_facts(inside, path, facts.TASK)[0] for path in files]
     if info and tasks and info.get("end_ns") is None:
         info = {**info, **run_folder.together(tasks)}  # no task wrote the end of the job
     warnings += info.get("warnings") or ()
     warnings += _earlier(folder, info)
-    warnings += _of_hosts(inside)
+    of_hosts = [host / "warnings.txt" for host in run_folder.in_hosts(folder)]
+    said = [(path.parent.name, line) for path in of_hosts for line in inside.text(path).splitlines()]
+    warnings += once_each(said, "hosts")
     ranks, odd = _ranks(inside, window)
     warnings += odd
     resumed = {at for one in (info, *tasks) for at in one.get("resumed_ns") or ()}
@@ -228,12 +232,6 @@ def _earlier(folder: Path, info: Mapping[str, Any]) -> list[str]:
     later = max((info.get("start_ns") or 0) - ended, 0) if ended else None
     waited = f"; it was started again {duration(later)} later" if later is not None else ""
     return [f"{info['batch']}: before this start of it, {few(said, 4)}{waited}"]
-
-
-def _tasks(inside: Inside) -> list[Mapping[str, Any]]:
-    """Return the facts of each task of a job; each wrote its own file."""
-    files = (path for path in run_folder.in_tasks(inside.root) if path.suffix == ".json")
-    return [_facts(inside, path, facts.TASK)[0] for path in files if inside.holds(path)]
 
 
 def _foreign(where: Path, found: Gathered) -> Run:
@@ -307,7 +305,75 @@ def _ranks(inside: Inside, asked: int | None) -> tuple[list[Rank], list[str]]:
             ranks.append(Rank(index, files, recorded))
         else:
             ranks.append(Rank(index, {**files, NSYS: exported[0]}, recorded, pieces={NSYS: exported[1]}))
-    return ranks, warnings + together(of_ranks, "ranks")
+    return ranks, warnings + once_each(of_ranks, "ranks")
+
+
+@dataclass
+class _Job:
+    """What is known of the ranks that were taken for one job so far; None: nothing is."""
+
+    ranks: list[int] = field(default_factory=list)
+    named: dict[str, str] = field(default_factory=dict)  # what launchers call it, by the name of the variable
+    size: int | None = None
+    ended_ns: int | None = None  # when the first of them did
+
+    def differs(self, facts: Mapping[str, Any]) -> str:
+        """Return what shows that a rank is of another job; "": nothing does."""
+        for name, value in self.named.items():
+            if _named(facts).get(name, value) != value:
+                return name
+        size, began = facts.get("world_size"), _began(facts)
+        if not facts.get("backend"):
+            return ""  # without a process group they may come and go as they like
+        if self.size and size and self.size != size:
+            return "the number of their ranks"
+        return "when they ran" if self.ended_ns and began - self.ended_ns > _CLOCKS_NS else ""
+
+    def add(self, rank: int, facts: Mapping[str, Any]) -> None:
+        """Take a rank for one of this job."""
+        self.ranks.append(rank)
+        self.named = {**_named(facts), **self.named}
+        if facts.get("backend"):
+            self.size = self.size or facts.get("world_size")
+            ended = facts.get("ended_ns")
+            self.ended_ns = min(filter(None, (self.ended_ns, ended)), default=None)
+
+
+def of_one_job(ranks: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
+    """Return the ranks of one job, given the facts of all ranks by number, and a warning if there are other jobs.
+
+    Of several jobs, the one with most ranks is returned; of equally large ones, the latest. Ranks belong to two jobs if
+    their launchers' ids differ, if their process groups differ in size, or if one had ended before the other began.
+    Unknown facts, as in older recordings, are ignored.
+    """
+    jobs: list[_Job] = []
+    reasons: dict[str, None] = {}
+    for rank, recorded in sorted(ranks.items(), key=lambda item: (_began(item[1]), item[0])):
+        for job in jobs:
+            why = job.differs(recorded)
+            if not why:
+                break
+            reasons[why] = None
+        else:
+            job = _Job()
+            jobs.append(job)
+        job.add(rank, recorded)
+    if len(jobs) < 2:
+        return set(ranks), []
+    *others, read = sorted(jobs, key=lambda job: len(job.ranks))  # of those as large, the last to begin stays the last
+    left = [rank for job in others for rank in job.ranks]
+    return set(read.ranks), [
+        f"the folder holds ranks of {len(jobs)} jobs, which differ in {' and '.join(reasons)}: read are ranks"
+        f" {listed(read.ranks)}, left out are {listed(left)}"
+    ]
+
+
+def _named(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {name: value for name, value in (facts.get("launch") or {}).items() if value is not None}
+
+
+def _began(facts: Mapping[str, Any]) -> int:
+    return (facts.get("clock") or {}).get("unix_ns") or 0
 
 
 def _traces(inside: Inside, folder: Path, recorded: Mapping[str, Any]) -> dict[int, Path]:
@@ -367,13 +433,7 @@ def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _of_hosts(inside: Inside) -> list[str]:
-    """Return the warnings of the hosts' samplers, each text once."""
-    files = [host / "warnings.txt" for host in run_folder.in_hosts(inside.root)]
-    return together([(path.parent.name, line) for path in files for line in inside.text(path).splitlines()], "hosts")
-
-
-def together(warnings: Iterable[tuple[str, str]], kind: str) -> list[str]:
+def once_each(warnings: Iterable[tuple[str, str]], kind: str) -> list[str]:
     """Return each warning once, prefixed with the name that has it, or with the number of names and `kind`."""
     who: dict[str, list[str]] = {}
     for name, text in warnings:

@@ -1,7 +1,7 @@
 """Lists dlprof's own files that are read for a rank; each is read into a Reading.
 
-Formats of other tools are in formats.py. logs.py reads logs of rows and logs of samplers. Any other format has its own
-module with `read(path)`, which imports no other reader.
+Formats of other tools are in formats.py. logs.py reads logs, and facts.py JSON objects. Any other format has its
+own module with `read(path)`, which imports no other reader.
 """
 
 from __future__ import annotations
@@ -52,25 +52,28 @@ class Source:
         return _RECORDERS[self.name]
 
 
-def _lazily(module: str, function: str, *args: Any) -> Callable[[Path], Reading]:
-    """Return a function of a module of `dlprof.read` that is imported, with pandas, when the first file is read."""
+def lazily(module: str, function: str = "read", *args: Any) -> Callable[..., Reading]:
+    """Return a function of a module below dlprof.read that is imported, with pandas, when the first file is read.
+
+    It is called with the path, the piece where there is one, and `args`.
+    """
     return partial(_read, module, function, args)
 
 
-def _read(module: str, function: str, args: tuple[Any, ...], path: Path) -> Reading:
-    reading: Reading = getattr(importlib.import_module(f"dlprof.read.{module}"), function)(path, *args)
+def _read(module: str, function: str, args: tuple[Any, ...], path: Path, *piece: str) -> Reading:
+    reading: Reading = getattr(importlib.import_module(f"dlprof.read.{module}"), function)(path, *piece, *args)
     return reading
 
 
 def _log(table: str, absent: str, *required: str, name: str = "", file: str = "", **default: str | int) -> Source:
     """Describe a log of a table's rows; `required` and `default`: see `logs.rows`."""
     files = (f"{file or table}.jsonl",)
-    return Source(name or table, files, (table,), absent, _lazily("logs", "rows", table, required, default))
+    return Source(name or table, files, (table,), absent, lazily("logs", "rows", table, required, default))
 
 
 def _samples(name: str, *, of_host: bool = False) -> Source:
     """Describe a sampler's log, read into rows of the table "samples" with its name as their source."""
-    return Source(name, (f"{name}.jsonl",), ("samples",), _NOT_SAMPLED, _lazily("logs", "samples", name), of_host)
+    return Source(name, (f"{name}.jsonl",), ("samples",), _NOT_SAMPLED, lazily("logs", "samples", name), of_host)
 
 
 # By the name of a source.
@@ -114,7 +117,7 @@ SOURCES: tuple[Source, ...] = (
         ("flight_recorder.json",),
         ("recorder_calls",),
         "no dump of PyTorch's flight recorder (a recorded rank leaves one when it stands still)",
-        _lazily("dumps.flight_recorder", "read"),
+        lazily("dumps.flight_recorder"),
     ),
     _samples("gpu"),
     Source(
@@ -122,7 +125,7 @@ SOURCES: tuple[Source, ...] = (
         ("held.json",),
         ("held",),
         "it was not counted what memory holds (`dlprof wrap` and `dlprof run` do, in the tenth step or a later one)",
-        _lazily("held", "read"),
+        lazily("facts", "read_held"),
     ),
     _samples("host", of_host=True),
     Source(
@@ -130,7 +133,7 @@ SOURCES: tuple[Source, ...] = (
         ("lines.jsonl",),
         ("lines",),
         "no lines were counted (`--lines MODULE:FUNCTION` counts them)",
-        _lazily("lines", "read"),
+        lazily("logs", "read_lines"),
     ),
     _log("loading", _NO_LOADING, "kind", "start_ns", "dur_ns", "count", "step"),
     _log(
@@ -151,7 +154,7 @@ SOURCES: tuple[Source, ...] = (
         ("overrides.json",),
         ("overrides",),
         "no setting was overridden (`--set NAME=VALUE` does that)",
-        _lazily("overrides", "read"),
+        lazily("facts", "read_overrides"),
     ),
     _log(
         "chunks",
@@ -165,7 +168,7 @@ SOURCES: tuple[Source, ...] = (
         ("stacks.txt.gz", "stacks.part"),
         ("stacks",),
         "no Python stacks were seen (py-spy was off, not there, not permitted, or had no time)",
-        _lazily("stacks", "read"),
+        lazily("stacks"),
     ),
     _log(
         "stalls",
@@ -174,12 +177,12 @@ SOURCES: tuple[Source, ...] = (
         phase="rest",  # an older dlprof writes neither phase nor count
         count=1,
     ),
-    Source("steps", ("steps.jsonl",), ("steps",), f"no record of every step {_ONLY}", _lazily("steps", "read")),
+    Source("steps", ("steps.jsonl",), ("steps",), f"no record of every step {_ONLY}", lazily("logs", "read_steps")),
     Source(
         "torch_trace",
         ("trace.json.gz", "trace.json"),
         ("spans", "traced_steps"),
         "no torch-profiler trace of this rank",
-        _lazily("kineto.torch_trace", "read"),
+        lazily("kineto.torch_trace"),
     ),
 )

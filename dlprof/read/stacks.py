@@ -18,7 +18,7 @@ from dlprof.errors import DlprofError
 from dlprof.read.kineto.json_stream import NOT_JSON
 from dlprof.read.limits import MOST_UNPACKED, most_unpacked
 from dlprof.read.opening import read_file
-from dlprof.read.profiles.frames import phase_in
+from dlprof.read.profiles.frames import SPY_FRAME, SPY_THREAD, is_worker_loop, phase_in
 from dlprof.read.sources import Reading
 
 # Name, file and line.
@@ -26,10 +26,8 @@ _Frame = tuple[str, str, str]
 
 _Ns = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
-
 # File, line and text of a line of the user's.
 _Text = tuple[str, Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)], Annotated[str, msgspec.Meta(max_length=400)]]
-
 
 # File, line, and the line where the innermost loop around it begins.
 _Loop = tuple[str, int, int]
@@ -48,14 +46,9 @@ _burst = msgspec.json.Decoder(_Burst).decode
 _TIMES = re.compile("[0-9]{1,15}")
 _PROCESS = re.compile(r'process (\d+):"')
 _COMMAND_END = re.compile(r'";(?=process \d+:"|thread \()')
-_THREAD = re.compile(r"thread \((\w+)\)(?:: )?(.*)")
-# name (file:line); the file of a frame that has none is in angle brackets.
-_FRAME = re.compile(r"(.*) \((.*?)(?::(\d+))?\)")
 
 # Roles in the burst before a process was a rank, by what the thread is.
 _STARTING = {"main": "start", "worker": "start_worker"}
-
-_WORKER = "torch/utils/data/_utils/worker.py"
 
 # The recorder's files: its hooks are between the script's frames. Older versions had them in the package's top folder.
 _OURS = re.compile(
@@ -70,8 +63,7 @@ def read(path: Path) -> Reading:
     """Return the table "stacks"; facts: `stacks` with bursts, sampled seconds and lines, if the file has them.
 
     `lines`: the source of lines that were seen much: file, line, text, and the line of the loop that it is in, 0: none
-    that is not the training's. `start`: start_ns and end_ns of the burst
-    before the process was a rank.
+    that is not the training's. `start`: start_ns and end_ns of the burst before the process was a rank.
 
     If the end is cut off, only its stacks are lost. Raises DlprofError if the file cannot be read or holds no stack.
     """
@@ -114,9 +106,9 @@ def read(path: Path) -> Reading:
         warnings.append(f"{path.name}: {lost:,} malformed lines are left out")
     frame = pd.DataFrame([(*row, n, "", "samples") for row, n in sorted(seen.items())], columns=list(schema.STACKS))
     known = [{"file": f, "line": at, "text": text, "loop": loops.get((f, at), 0)} for (f, at), text in texts.items()]
-    told: dict[str, object] = {"bursts": bursts, "seconds": ns / 1e9}
-    told |= {name: of for name, of in (("lines", known), ("start", start)) if of}
-    facts = {"stacks": told} if (bursts or start) and seen else {}
+    seen_of: dict[str, object] = {"bursts": bursts, "seconds": ns / 1e9}
+    seen_of |= {name: of for name, of in (("lines", known), ("start", start)) if of}
+    facts = {"stacks": seen_of} if (bursts or start) and seen else {}
     return Reading({"stacks": schema.check("stacks", frame.astype(dict(schema.STACKS)))}, facts, tuple(warnings))
 
 
@@ -156,27 +148,22 @@ def _row(folded: str) -> tuple[str, str, str, str] | None:
         folded = folded[end.end() :]
         depth += 1
     head, _, stack = folded.partition(";")
-    thread = _THREAD.match(head)
+    thread = SPY_THREAD.match(head)
     texts = stack.split(";")
     if thread is None:
         return None
     name = thread[2] or "unnamed"
     role = "other" if depth > 1 else "main" if name == "MainThread" else "thread"
     if depth > 1 and name == "MainThread":
-        at = next((n for n, text in enumerate(texts) if _begins_worker(text)), None)
+        named = ((n, _frame(text)[0]) for n, text in enumerate(texts))
+        at = next((n for n, frame in named if frame and is_worker_loop(frame[0], frame[1])), None)
         if at is not None:
-            # A forked worker still has its parent's frames below its own.
             role, texts = "worker", texts[at:]
     frames = _of_the_job(texts)
     if not frames:
         return None
     phase = (phase_in(frames) or "rest") if role == "main" else ""
     return role, name, phase, ";".join(f"{function} ({file}:{line})" for function, file, line in frames)
-
-
-def _begins_worker(text: str) -> bool:
-    frame, _ = _frame(text)
-    return frame is not None and frame[0] == "_worker_loop" and frame[1].endswith(_WORKER)
 
 
 def _of_the_job(texts: list[str]) -> list[_Frame]:
@@ -196,7 +183,7 @@ def _of_the_job(texts: list[str]) -> list[_Frame]:
 @cache
 def _frame(text: str) -> tuple[_Frame | None, str]:
     """Return name, file and line of a frame, and whether it is the recorder's own work, only ours, or a profiler's."""
-    found = _FRAME.fullmatch(text)
+    found = SPY_FRAME.fullmatch(text)
     if found is None:
         return None, ""
     file = found[2]

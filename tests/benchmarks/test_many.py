@@ -18,7 +18,7 @@ from benchmarks.tasks import measure
 from benchmarks.thousand import stamp
 from benchmarks.thousand.jobs import RECORDING, Planted, job
 from benchmarks.thousand.measure import named
-from dlprof.analysis.communication.matching import matched
+from dlprof.analysis.communication.collectives import matched
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run

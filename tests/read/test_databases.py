@@ -28,10 +28,10 @@ from dlprof.read.nsys import export
 from dlprof.read.nsys import format as of_nsys
 from dlprof.read.nsys.format import Process, of_process, piece_of, processes_of
 from dlprof.read.rocprof import process
-from dlprof.read.rocprof import rocpd as rocpd_reader
-from dlprof.read.rocprof.text import read_csv, read_json
+from dlprof.read.rocprof.process import read_csv, read_database, read_json
 from dlprof.read.run import open_run
 from dlprof.read.sources import Reading
+from dlprof.result import Result
 from simulator import nsys
 from tests.fixtures import dialects, exports, rocpd
 from tests.fixtures.exports import HOST, PID, kernel, mark, text
@@ -298,6 +298,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exports.exported(tmp_path_factory.mktemp("nsys") / "x.sqlite", version=2024)
 
 
+@pytest.fixture(scope="module")
+def exported_result(exported: Path) -> Result:
+    return analyse(exported, 1)
+
+
 @pytest.mark.parametrize("version", nsys.VERSIONS)
 def test_every_version_gives_the_rows_of_a_torch_trace(version: int, traced: Path, tmp_path: Path) -> None:
     run = open_run(exports.exported(tmp_path / "x.sqlite", version=version))
@@ -342,8 +347,8 @@ def test_rows_in_any_order_are_the_same_rows(exported: Path, tmp_path: Path) -> 
             assert one.sort_values(by, ignore_index=True).equals(other.sort_values(by, ignore_index=True))
 
 
-def test_rules_and_figures_are_those_of_the_torch_trace(traced: Path, exported: Path) -> None:
-    ours, theirs = (analyse(path, 1) for path in (exported, traced))
+def test_rules_and_figures_are_those_of_the_torch_trace(traced: Path, exported_result: Result) -> None:
+    ours, theirs = exported_result, analyse(traced, 1)
     assert (ours.window, ours.time) == (theirs.window, theirs.time)
     assert [(o.id, o.saving_ns) for o in ours.found] == [(o.id, o.saving_ns) for o in theirs.found]
     assert ours.found
@@ -702,7 +707,7 @@ def comparable(spans: pd.DataFrame) -> pd.DataFrame:
 def test_spans_and_steps_of_a_database_are_those_of_the_process(exported: Path, tmp_path: Path) -> None:
     path = rocpd.write(tmp_path / "4000_results.db", given(exported, 0))
     assert known(path) == "rocpd"
-    made = rocpd_reader.read(path)
+    made = read_database(path)
     ours, theirs = map(comparable, (made.tables["spans"], given(exported, 0)))
     assert (len(ours) > 500, ours.equals(theirs)) == (True, True)
     expected = export.read(exported, open_run(exported).ranks[0].pieces["nsys"]).tables["traced_steps"]
@@ -714,19 +719,19 @@ def test_spans_and_steps_of_a_database_are_those_of_the_process(exported: Path, 
     assert all(lane.startswith("device:") for lane in devices)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) * 2 // 3])
-    cut = rocpd_reader.read(path)
+    cut = read_database(path)
     assert len(cut.tables["spans"]) <= len(made.tables["spans"])
     assert any("cannot be read to its end" in warning for warning in cut.warnings)
 
 
 def test_databases_of_a_job_are_numbered_by_their_environment_and_give_the_same_findings(
-    exported: Path, tmp_path: Path
+    exported: Path, exported_result: Result, tmp_path: Path
 ) -> None:
     for place, rank in enumerate((1, 0)):
         rocpd.write(tmp_path / f"job/{place}.db", given(exported, rank), place, {"RANK": str(rank)})
     run = open_run(tmp_path / "job")
     assert [(rank.index, rank.files["rocpd"].name) for rank in run.ranks] == [(0, "1.db"), (1, "0.db")]
-    ours, theirs = analyse(tmp_path / "job", 1), analyse(exported, 1)
+    ours, theirs = analyse(tmp_path / "job", 1), exported_result
     assert ours.window is not None
     assert theirs.window is not None
     assert ours.window.step_ns == theirs.window.step_ns
@@ -742,7 +747,7 @@ def test_databases_of_a_job_are_numbered_by_their_environment_and_give_the_same_
     into.close()
     source.close()
     pieces = [rank.pieces["rocpd"] for rank in open_run(first).ranks]
-    left, right = (rocpd_reader.read(first, piece).tables["spans"] for piece in pieces)
+    left, right = (read_database(first, piece).tables["spans"] for piece in pieces)
     assert not left["start_ns"].equals(right["start_ns"])
 
 
@@ -750,10 +755,10 @@ def test_other_hostile_and_damaged_databases(exported: Path, tmp_path: Path) -> 
     other = exports.tables(tmp_path / "other.db", T=[{"start": 1}])
     assert known(other) is None
     with pytest.raises(DlprofError, match="no kernel in it"):
-        rocpd_reader.read(other)
+        read_database(other)
     # A table without the columns that the schema has, and numbers that are none.
     odd = exports.tables(tmp_path / "odd.db", rocpd_kernel_dispatch_1=[{"pid": 1, "start": "x", "end": None}])
-    made = rocpd_reader.read(odd)
+    made = read_database(odd)
     assert [table.empty for table in (made.tables["spans"], made.tables["traced_steps"])] == [True, True]
     assert any("1 events without a usable time" in warning for warning in made.warnings)
     data = rocpd.write(tmp_path / "x.db", given(exported, 0).head(60)).read_bytes()
@@ -765,7 +770,7 @@ def test_other_hostile_and_damaged_databases(exported: Path, tmp_path: Path) -> 
         (tmp_path / "y.db").write_bytes(damaged)
         known(tmp_path / "y.db")
         with suppress(DlprofError):
-            read += len(rocpd_reader.read(tmp_path / "y.db").tables) > 0
+            read += len(read_database(tmp_path / "y.db").tables) > 0
     assert read > 15
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.read.dumps import flight_recorder, memory_snapshot, plain_pickle
-from dlprof.read.dumps.frames import Site, Sites, site_of
-from dlprof.read.dumps.plain_pickle import NotPlain, load
+from dlprof.read.dumps import flight_recorder, memory_snapshot, pickles
+from dlprof.read.dumps.pickles import NotPlain, Site, Sites, load, site_of
 from dlprof.read.formats import Head, recognised
 from dlprof.read.limits import NO_LIMITS
 from tests.fixtures import dumps, traces
@@ -111,24 +110,24 @@ def test_of_a_cut_pickle_what_comes_before_is_returned() -> None:
 def test_packed_files_are_unpacked_within_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_bytes(gzip.compress(DATA))
-    assert plain_pickle.bytes_of(path) == (DATA, False)
+    assert pickles.bytes_of(path) == (DATA, False)
     path.write_bytes(gzip.compress(DATA)[:-200])
-    part, cut = plain_pickle.bytes_of(path)
+    part, cut = pickles.bytes_of(path)
     assert (cut, DATA.startswith(part)) == (True, True)
     path.write_bytes(b"\x1f\x8bnonsense")
     with pytest.raises(DlprofError, match="gzip"):
-        plain_pickle.bytes_of(path)
-    monkeypatch.setattr(plain_pickle, "MOST_CONTAINERS", 10)
-    monkeypatch.setattr(plain_pickle, "MOST_WHOLE", 100)
+        pickles.bytes_of(path)
+    monkeypatch.setattr(pickles, "MOST_CONTAINERS", 10)
+    monkeypatch.setattr(pickles, "MOST_WHOLE", 100)
     many = pickle.dumps([[n] for n in range(30)])
     with pytest.raises(NotPlain, match="more than 10"):
         load(many)
     for data in (b"x" * 101, gzip.compress(b"x" * 101)):
         path.write_bytes(data)
         with pytest.raises(DlprofError, match="--no-limits"):
-            plain_pickle.bytes_of(path)
+            pickles.bytes_of(path)
     monkeypatch.setenv(NO_LIMITS, "1")
-    assert (len(load(many)[0]), len(plain_pickle.bytes_of(path)[0])) == (30, 101)
+    assert (len(load(many)[0]), len(pickles.bytes_of(path)[0])) == (30, 101)
 
 
 # Whose line a stack is of.

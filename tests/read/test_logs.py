@@ -13,8 +13,9 @@ import pytest
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read import facts, held, limits, lines, opening, overrides, stacks, steps
+from dlprof.read import facts, limits, opening, stacks
 from dlprof.read.formats import formats
+from dlprof.read.logs import read_lines, read_steps
 from dlprof.read.sources import SOURCES, Reading, Source
 from dlprof.schema import LOADING, MEMORY
 from tests.fixtures import jobs
@@ -155,20 +156,20 @@ def line(number: int, **fields: Any) -> dict[str, Any]:
 
 def test_a_line_is_a_row_and_what_it_leaves_out_was_not_measured(tmp_path: Path) -> None:
     whole, lean = line(3), {"dur_ns": 5, "step": 4, "start_ns": 2 * 10**18, "power_watts": 1.5}
-    first, second = steps.read(write(tmp_path / "steps.jsonl", lean, "", whole)).tables["steps"].to_dict("records")
+    first, second = read_steps(write(tmp_path / "steps.jsonl", lean, "", whole)).tables["steps"].to_dict("records")
     assert first == {name: whole[name] for name in schema.STEPS}
     rest = {c: -1 for c in schema.STEPS if c not in lean}
     assert second == rest | {"step": 4, "start_ns": 2 * 10**18, "dur_ns": 5, "kind": "other"}
     for content in (b"", b'{"step": 1, "sta'):
         (tmp_path / "steps.jsonl").write_bytes(content)
-        reading = steps.read(tmp_path / "steps.jsonl")
+        reading = read_steps(tmp_path / "steps.jsonl")
         assert (len(reading.tables["steps"]), reading.warnings) == (0, ("steps.jsonl: holds no steps",))
 
 
 def test_a_file_of_many_blocks_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "_BATCH", 100)
     path = write(tmp_path / "steps.jsonl", *(line(i) for i in range(200)))
-    assert steps.read(path).tables["steps"]["step"].to_list() == list(range(200))
+    assert read_steps(path).tables["steps"]["step"].to_list() == list(range(200))
 
 
 @pytest.mark.parametrize("device_ns", [90, -1])
@@ -179,10 +180,10 @@ def test_a_line_of_an_older_dlprof_is_read(tmp_path: Path, device_ns: int) -> No
     row |= {name: n + 1 for n, name in enumerate((*names, "optimizer_steps"))}
     old = row | {"device_ns": device_ns}
     absent = dict.fromkeys(("forwards", "unused_forward_ns", "samples", "inputs", "tokens"), -1)
-    reading = steps.read(write(tmp_path / "steps.jsonl", old))
+    reading = read_steps(write(tmp_path / "steps.jsonl", old))
     assert reading.tables["steps"].to_dict("records") == [row | absent]
     assert reading.warnings == ()
-    frame = steps.read(write(tmp_path / "steps.jsonl", old | {"steps": 3})).tables["steps"]
+    frame = read_steps(write(tmp_path / "steps.jsonl", old | {"steps": 3})).tables["steps"]
     assert (frame["step"].to_list(), frame["device_step_ns"].sum()) == ([7, 8, 9], 95)
 
 
@@ -190,7 +191,7 @@ def test_steps_that_share_a_line_are_a_row_each_and_lose_nothing(tmp_path: Path)
     sums = {"dur_ns": 100, "fetch_ns": 7, "device_step_ns": 101, "fetches": 3, "optimizer_steps": 1}
     shared = line(5, start_ns=1000, lead_ns=-1, profiled=1, steps=3, **sums)
     path = write(tmp_path / "steps.jsonl", line(4, start_ns=900, dur_ns=100), shared, line(8, start_ns=1100))
-    frame = steps.read(path).tables["steps"]
+    frame = read_steps(path).tables["steps"]
     assert frame["step"].to_list() == [4, 5, 6, 7, 8]
     assert frame["start_ns"].to_list() == [900, 1000, 1033, 1066, 1100]
     three = frame.iloc[1:4]
@@ -210,7 +211,7 @@ def test_a_step_that_was_saved_before_its_device_time_was_known_counts_once(tmp_
         ([at(1, 51), at(2, 52), at(3, -1, outstanding=1)], [50, 51, 52, -1]),  # it went on, and a third one hangs
         ([at(1, 103, steps=2, dur_ns=200)], [50, 52, 51]),  # short steps share a line
     ):
-        frame = steps.read(write(tmp_path / "steps.jsonl", *early, *later)).tables["steps"]
+        frame = read_steps(write(tmp_path / "steps.jsonl", *early, *later)).tables["steps"]
         assert sorted(frame["device_step_ns"]) == sorted(device)
         assert frame["step"].to_list() == list(range(len(device)))
 
@@ -257,7 +258,7 @@ def test_pieces_add_up_and_lines_that_never_ran_are_there(tmp_path: Path) -> Non
     worker = PIECE | {"role": "worker", "lines": [[4, 7, 1]]}
     path = write(tmp_path / "lines.jsonl", PIECE | {"source": SOURCE}, worker, PIECE | {"lines": [[4, 1, 10]]}, "{")
     path.write_bytes(path.read_bytes()[:-1])
-    reading = lines.read(path)
+    reading = read_lines(path)
     counts = {"main": [(0, 0), (3, 110), (1, 50), (0, 0)], "worker": [(0, 0), (7, 1), (0, 0), (0, 0)]}
     assert reading.tables["lines"][["role", "line", "hits", "dur_ns", "source"]].to_numpy().tolist() == [
         [role, 3 + n, *count, text]
@@ -266,16 +267,16 @@ def test_pieces_add_up_and_lines_that_never_ran_are_there(tmp_path: Path) -> Non
     ]
     assert reading.warnings == ()
     path.write_text("")
-    assert len(lines.read(path).tables["lines"]) == 0
+    assert len(read_lines(path).tables["lines"]) == 0
     with pytest.raises(DlprofError, match="not a log of lines"):
-        lines.read(write(path, "one", "two"))
+        read_lines(write(path, "one", "two"))
 
 
 @pytest.mark.parametrize("figure", [2**63, -1, 2**62])
 @pytest.mark.parametrize("key", ["first", "lines"])
 def test_a_piece_of_impossible_counts_is_left_out(figure: int, key: str, tmp_path: Path) -> None:
     bad = PIECE | {key: [[4, figure, 1]] if key == "lines" else figure, "source": SOURCE}
-    reading = lines.read(write(tmp_path / "lines.jsonl", "nonsense", PIECE, bad, '{"role": 1}', PIECE))
+    reading = read_lines(write(tmp_path / "lines.jsonl", "nonsense", PIECE, bad, '{"role": 1}', PIECE))
     table = reading.tables["lines"]
     assert (table["hits"].tolist(), set(table["source"])) == ([4, 2], {""})
     assert reading.warnings == ("lines.jsonl: 3 malformed lines are left out",)
@@ -381,10 +382,9 @@ OTHER = {"value": True, "applied": 0, "before": [], "places": [], "error": "spar
 HELD = row("parameter", "block.0", 400)
 
 
-def as_json(module: Any, folder: Path, data: Any) -> tuple[Reading, list[dict[str, Any]]]:
-    name = module.__name__.rpartition(".")[2]
+def as_json(name: str, folder: Path, data: Any) -> tuple[Reading, list[dict[str, Any]]]:
     (folder / f"{name}.json").write_text(json.dumps(data))
-    reading: Reading = module.read(folder / f"{name}.json")
+    reading = {"held": facts.read_held, "overrides": facts.read_overrides}[name](folder / f"{name}.json")
     rows: Any = schema.check(name, reading.tables[name]).astype(object).to_dict("records")
     return reading, rows
 
@@ -404,7 +404,7 @@ def test_an_override_is_a_row_a_place_and_odd_parts_count_as_absent(
     changed: dict[str, Any], applied: int, lines: list[int] | None, tmp_path: Path
 ) -> None:
     data = {"loader.num_workers": ENTRY | changed, "optimizer.fused": OTHER, "a": 1, "b": {"applied": 1}}
-    reading, (*rows, last) = as_json(overrides, tmp_path, data)
+    reading, (*rows, last) = as_json("overrides", tmp_path, data)
     assert reading.warnings == ("overrides.json: 2 entries of another kind are left out",)
     assert list(last.values()) == ["optimizer.fused", "True", "", 0, "", -1, "", "sparse"]
     if not changed:
@@ -412,13 +412,13 @@ def test_an_override_is_a_row_a_place_and_odd_parts_count_as_absent(
     found = [list(row.values()) for row in rows]
     assert {values[3] for values in found} == {applied} or lines is None
     assert {values[5] for values in found} <= set(lines or (-1, 1, 9))
-    assert as_json(overrides, tmp_path, {})[1] == []
+    assert as_json("overrides", tmp_path, {})[1] == []
 
 
 def test_held_is_a_row_a_part_of_a_module_and_facts_beside_them(tmp_path: Path) -> None:
     beside = {"step": 9, "state": "counted", "optimizers": [{"class": "Adam", "state": []}]}
     written = [HELD, row("activation", "", 7, dtype="bfloat16")]
-    reading, found = as_json(held, tmp_path, beside | {"rows": written})
+    reading, found = as_json("held", tmp_path, beside | {"rows": written})
     assert (found, reading.facts, reading.warnings) == (written, {"held": beside}, ())
     odd = {
         "step": "9",
@@ -426,7 +426,7 @@ def test_held_is_a_row_a_part_of_a_module_and_facts_beside_them(tmp_path: Path) 
         "process": [],
         "rows": [HELD | {"module": "m" * 9999}],
     }
-    reading, found = as_json(held, tmp_path, odd)
+    reading, found = as_json("held", tmp_path, odd)
     assert (found[0]["module"], reading.facts) == ("m" * 400, {"held": {"moments": [{"device": "cpu"}]}})
 
 
@@ -435,20 +435,20 @@ def test_held_is_a_row_a_part_of_a_module_and_facts_beside_them(tmp_path: Path) 
     [{"bytes": -1}, {"bytes": 2**70}, {"bytes": 1.5}, {"tensors": True}, {"part": 3}, {"module": None}, {"dtype": []}],
 )
 def test_odd_rows_of_held_are_left_out_with_a_warning(changed: dict[str, Any], tmp_path: Path) -> None:
-    reading, found = as_json(held, tmp_path, {"rows": [HELD | changed, HELD, {}, 4]})
+    reading, found = as_json("held", tmp_path, {"rows": [HELD | changed, HELD, {}, 4]})
     assert [one["bytes"] for one in found] == [400]
     assert any("held.json: 2 rows of another kind" in text for text in reading.warnings)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, '{"rows": 3}', "1" * 5000])
 def test_broken_json_files_are_one_line(text: str, tmp_path: Path) -> None:
-    for module in (overrides, held, facts):
-        path = tmp_path / f"{module.__name__.rpartition('.')[2]}.json"
+    for name, read_it in (("overrides", facts.read_overrides), ("held", facts.read_held), ("facts", facts.read)):
+        path = tmp_path / f"{name}.json"
         path.write_text(text)
-        if text == '{"rows": 3}' and module is not held:
+        if text == '{"rows": 3}' and name != "held":
             continue
         with pytest.raises(DlprofError, match=rf"{path.stem}\.json[^\n]*$"):
-            module.read(path)
+            read_it(path)
 
 
 # facts.json.
@@ -537,11 +537,11 @@ def test_no_more_steps_are_read_than_memory_holds(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(limits, "MOST_ROWS", 1_000)
     # One line may claim to be as many steps as it likes.
     log = write(tmp_path / "steps.jsonl", STEP, {"step": 1, "start_ns": 2, "dur_ns": 1, "steps": 10**15})
-    reading = steps.read(log)
+    reading = read_steps(log)
     assert len(reading.tables["steps"]) == 1
     assert any("more than 1,000 steps" in warning for warning in reading.warnings)
     write(log, *({"step": n, "start_ns": n, "dur_ns": 1} for n in range(3_000)))
-    assert len(steps.read(log).tables["steps"]) == 1_000
+    assert len(read_steps(log).tables["steps"]) == 1_000
 
 
 def test_a_file_of_one_endless_line_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -551,6 +551,6 @@ def test_a_file_of_one_endless_line_is_not_read_to_its_end(tmp_path: Path) -> No
         found = [line for some in opening.lines_of(file) for line in some]
         assert file.tell() < 64 << 20
     assert found == [json.dumps(STEP).encode(), opening.NO_LINE]
-    assert len(steps.read(sparse).tables["steps"]) == 1
+    assert len(read_steps(sparse).tables["steps"]) == 1
     with pytest.raises(DlprofError, match="larger than 64 MB"):
         opening.read_file(sparse)

@@ -200,12 +200,11 @@ def test_a_hostile_pickle_is_refused(data: bytes, tmp_path: Path) -> None:
 
 def test_a_damaged_byte_is_never_more_than_an_error(tmp_path: Path) -> None:
     data = (GOLDEN / "calc.lprof").read_bytes()
-    for at in range(len(data)):
-        for flip in (0x01, 0xFF):
-            damaged = bytearray(data)
-            damaged[at] ^= flip
-            with suppress(DlprofError):
-                line_profiler.read(put(tmp_path / "x", bytes(damaged)))
+    for at in range(0, len(data), 3):
+        damaged = bytearray(data)
+        damaged[at] ^= 0x01 if at % 2 else 0xFF
+        with suppress(DlprofError):
+            line_profiler.read(put(tmp_path / "x", bytes(damaged)))
 
 
 # cProfile: marshal's data of plain values.

@@ -10,7 +10,8 @@ import pytest
 
 from dlprof.analysis import intervals
 from dlprof.analysis.intervals import Intervals
-from dlprof.read.kineto import headers, torch_trace
+from dlprof.read.kineto import torch_trace
+from dlprof.read.kineto.format import peek
 from dlprof.read.sources import Reading
 from tests.fixtures.places import TRACES
 
@@ -175,7 +176,7 @@ def test_metadata_of_collectives() -> None:
 def test_odd_small_traces(name: str, rank: int | None, world_size: int | None, lanes: set[str] | None) -> None:
     (path,) = (TRACES / "tiny").glob(name)
     reading = torch_trace.read(path)
-    looked = headers.peek(path)
+    looked = peek(path)
     assert looked["is_trace"]
     for facts in (reading.facts, looked):
         assert (facts.get("rank"), facts.get("world_size")) == (rank, world_size)

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from dlprof import schema
-from dlprof.analysis.communication.matching import matched
+from dlprof.analysis.communication.collectives import matched
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels.machine import SAMPLES_PICTURE
 from dlprof.errors import DlprofError
 from dlprof.exports import perfetto
 from dlprof.read import limits
-from dlprof.read.foreign import chrome, horovod
+from dlprof.read.foreign import horovod
 from dlprof.read.formats import FORMATS, Format, Head, format_named, formats, recognised
-from dlprof.read.gpu_logs import amd_smi, dcgm, nvidia_dmon, nvidia_smi, sampled
+from dlprof.read.gpu_logs import nvidia_smi
 from dlprof.read.gpu_logs.readings import DAY, LOCAL, SECOND, ZONE, Readings, number, time_of
 from dlprof.read.run import open_run
 from tests.fixtures import dialects, jobs, runs, traces
@@ -146,54 +146,6 @@ def test_perfettos_packets_are_known(tmp_path: Path, data: bytes, name: str | No
     assert known(tmp_path / "x") == name
 
 
-# Chrome traces.
-
-
-def chromed(folder: Path, events: list[Any]) -> chrome.ChromeTrace:
-    return chrome.read(put(folder / "trace.json", json.dumps({"traceEvents": events})), lambda _name: True)
-
-
-def test_marks_become_events_and_times_keep_their_digits(tmp_path: Path) -> None:
-    at, on = 1735632360000000, {"pid": 1, "tid": 2}
-    events = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "one"}},
-        {"ph": "B", "name": "outer", "ts": f"{at}.125"} | on,
-        {"ph": "B", "name": "inner", "ts": at + 1} | on,
-        {"ph": "E", "ts": at + 2, "args": {"x": 1}} | on,
-        {"ph": "E", "ts": f"{at + 4}.125"} | on,
-        {"ph": "E", "ts": at + 5} | on,
-        {"ph": "X", "name": "whole", "cat": "c", "ts": at + 0.5, "dur": 2.5, "args": {"y": 2}} | on,
-        *(7, None, {"ph": "X", "name": 3}, {"ph": "X", "name": "a", "ts": "soon", "dur": 1}, {"ph": "?", "name": "b"}),
-    ]
-    trace = chromed(tmp_path, events)
-    names = [trace.places[p].name for p in trace.place]
-    assert list(zip(names, (start - at * 1_000 for start in trace.start), trace.dur, strict=True)) == [
-        *(("inner", 1_000, 1_000), ("outer", 125, 4_000), ("whole", 500, 2_500))
-    ]
-    assert trace.processes == {1: "one"}
-    assert [chrome.fields(raw) for raw in trace.args.values()] == [{"x": 1}, {}, {"y": 2}]
-
-
-def test_no_more_of_a_chrome_trace_is_read_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MOST_ROWS", 100)
-    one = {"ph": "X", "name": "a", "dur": 1, "pid": 1, "tid": 1}
-    trace = chromed(tmp_path, [one | {"ts": n} for n in range(60_000)])
-    assert len(trace.place) < 60_000
-    assert trace.warnings
-    with pytest.raises(DlprofError):
-        chrome.read(put(tmp_path / "other.json", '{"a": 1}'), lambda _name: True)
-
-
-def test_spans_of_a_format_that_knows_little(tmp_path: Path) -> None:
-    columns = {"lane": ["host:1", "host:1", "device:2"], "kind": ["op", "op", "kernel"], "name": ["b", "short", "k"]}
-    spans = chrome.spans_of(columns | {"start_ns": [5, 1, 1], "dur_ns": [1, 1, 9]})
-    assert spans[["name", "lane", "bytes", "collective"]].to_numpy().tolist() == [
-        *(["k", "device:2", -1, ""], ["short", "host:1", -1, ""], ["b", "host:1", -1, ""])
-    ]
-    nothing = chrome.spans_of({name: [] for name in (*columns, "start_ns", "dur_ns")})
-    assert (len(nothing), list(nothing.columns)) == (0, list(schema.SPANS))
-
-
 # Horovod's timeline.
 
 
@@ -245,6 +197,17 @@ def test_a_timeline_without_a_base_cut_odd_or_of_something_else(tmp_path: Path) 
         read(text, "9")
     other = put(tmp_path / "x", '[{"ph": "X", "name": "0", "ts": 1, "dur": 1, "pid": 1}]')
     assert not horovod.recognise(Head(other))
+
+
+def test_no_more_of_a_timeline_is_read_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(tmp_path / "timeline.json", dialects.horovod(steps=900))
+    whole = horovod.read(path)
+    monkeypatch.setattr(limits, "MOST_ROWS", 100)
+    cut = horovod.read(put(tmp_path / "again.json", path.read_text()))
+    assert 0 < len(cut.tables["spans"]) < len(whole.tables["spans"]) == 900 * 3
+    assert (len(whole.warnings), len(cut.warnings)) == (0, 1)
+    with pytest.raises(DlprofError):
+        horovod.read(put(tmp_path / "other.json", '{"a": 1}'))
 
 
 # Logs of GPUs, in the layouts that their tools' options give.
@@ -351,22 +314,22 @@ SAMPLE = '{"at_ns":1772939616000000000,"perf_ns":5,%s}\n'
 
 
 @pytest.mark.parametrize(
-    ("reader", "text", "values", "absent", "times"),
+    ("tool", "text", "values", "absent", "times"),
     [
         # The cut last line is not worth a warning.
         (
-            nvidia_dmon,
+            "nvidia_dmon",
             PLAIN,
             {"0": {"busy_share": [0.9, 1.0], "memory_used_bytes": [1 << 30] * 2}, "1": {"sm_clock_mhz": [345]}},
             ("nvidia-smi 0", "memory_temperature_c"),
             "none",
         ),
-        (nvidia_dmon, DATED, {"0": {"power_w": [400]}}, (), "local"),
-        (nvidia_dmon, TIMED, {"0": {"power_w": [400]}}, (), "day"),
-        (nvidia_dmon, "#gpu, pwr, gtemp, sm\n#Idx, W, C, %\n0, 400, 60, 90\n", {"0": {"power_w": [400]}}, (), "none"),
+        ("nvidia_dmon", DATED, {"0": {"power_w": [400]}}, (), "local"),
+        ("nvidia_dmon", TIMED, {"0": {"power_w": [400]}}, (), "day"),
+        ("nvidia_dmon", "#gpu, pwr, gtemp, sm\n#Idx, W, C, %\n0, 400, 60, 90\n", {"0": {"power_w": [400]}}, (), "none"),
         # DCGM's, whose header comes again, and a row of a MIG slice; a cut line.
         (
-            dcgm,
+            "dcgm_dmon",
             DCGM * 2 + "GPU 0  1",
             {
                 "0": {"busy_share": [0.87, 0.87], "memory_used_bytes": [1 << 30] * 2},
@@ -376,10 +339,10 @@ SAMPLE = '{"at_ns":1772939616000000000,"perf_ns":5,%s}\n'
             "none",
         ),
         # The processes of a GPU are added up.
-        (nvidia_dmon, PROCESSES, {"0": {"busy_share": [0.7, 0.2]}, "1": {"busy_share": [0.0, 0.0]}}, (), "none"),
+        ("nvidia_dmon", PROCESSES, {"0": {"busy_share": [0.7, 0.2]}, "1": {"busy_share": [0.0, 0.0]}}, (), "none"),
         # A header that a script repeats, and no units.
         (
-            nvidia_smi,
+            "nvidia_smi",
             "index, utilization.gpu [%], power.draw [W]\n0, 50, [Not Supported]\n1, 75, 300.5\n" * 2,
             {"0": {"busy_share": [0.5, 0.5]}, "1": {"busy_share": [0.75, 0.75], "power_w": [300.5, 300.5]}},
             ("nvidia-smi 0", "power_w"),
@@ -387,7 +350,7 @@ SAMPLE = '{"at_ns":1772939616000000000,"perf_ns":5,%s}\n'
         ),
         # Reasons one by one are the mask of all.
         (
-            nvidia_smi,
+            "nvidia_smi",
             f"timestamp, index, clocks.sm [MHz], {REASONS}\n"
             "2026/03/04 05:06:07.250, 0, 1300 MHz, Active, Active, Not Active\n",
             {"0": {"clock_reasons_bits": [0x44], "sm_clock_mhz": [1300]}},
@@ -396,14 +359,14 @@ SAMPLE = '{"at_ns":1772939616000000000,"perf_ns":5,%s}\n'
         ),
         # Without a header, units and a time say what the columns are.
         (
-            nvidia_smi,
+            "nvidia_smi",
             "2026/03/04 05:06:07.250, 00000000:3B:00.0, 87 %, 41 %, 412.20 W\n" * 3,
             {"00000000:3B:00.0": {"busy_share": [0.87] * 3, "power_w": [412.2] * 3}},
             (),
             "local",
         ),
         (
-            amd_smi,
+            "amd_smi",
             WATCHED,  # the hotspot's temperature comes before the edge's
             {
                 "0": {"busy_share": [0.95, 0.85], "power_w": [350], "temperature_c": [72, 73]},
@@ -413,82 +376,92 @@ SAMPLE = '{"at_ns":1772939616000000000,"perf_ns":5,%s}\n'
             "zone",
         ),
         (
-            amd_smi,
+            "amd_smi",
             ROCM_CSV * 2,
             {"rocm-smi 1": {"busy_share": [0.5, 0.5]}, "rocm-smi 0": {"memory_used_bytes": [27947008] * 2}},
             (),
             "none",
         ),
         (
-            amd_smi,
+            "amd_smi",
             BLOCKS,
             {"rocm-smi 0": {"busy_share": [0.4], "memory_busy_share": [0.6]}},
             ("rocm-smi 0", "fan"),
             "none",
         ),
         (
-            amd_smi,
+            "amd_smi",
             "\n".join([json.dumps(ROCM)] * 2),
             {"rocm-smi 0": {"busy_share": [0.19, 0.19], "sm_clock_mhz": [800, 800]}},
             (),
             "none",
         ),
         # amd-smi's JSON of every release, and a cut document, which loses itself alone.
-        *((amd_smi, json.dumps(made), {"0": OF_GPU}, (), "none") for made in ([GPU], {"gpu_data": [GPU]}, GPU)),
-        (amd_smi, json.dumps([GPU]) + json.dumps([GPU])[:-30], {"0": {"power_w": [120]}}, (), "none"),
+        *(("amd_smi", json.dumps(made), {"0": OF_GPU}, (), "none") for made in ([GPU], {"gpu_data": [GPU]}, GPU)),
+        ("amd_smi", json.dumps([GPU]) + json.dumps([GPU])[:-30], {"0": {"power_w": [120]}}, (), "none"),
         # What is in a line of dlprof's own log says which sampler it is.
-        (sampled, SAMPLE % '"busy_share":0.5' * 3, {"gpu": {"busy_share": [0.5] * 3}}, (), ""),
-        (sampled, SAMPLE % '"core_percent":[9]' * 3, {"host": {"cores": [1] * 3}}, (), ""),
-        (sampled, SAMPLE % '"rss_bytes":7' * 3, {"processes": {"rss_bytes": [7] * 3}}, (), ""),
+        ("sampled", SAMPLE % '"busy_share":0.5' * 3, {"gpu": {"busy_share": [0.5] * 3}}, (), ""),
+        ("sampled", SAMPLE % '"core_percent":[9]' * 3, {"host": {"cores": [1] * 3}}, (), ""),
+        ("sampled", SAMPLE % '"rss_bytes":7' * 3, {"processes": {"rss_bytes": [7] * 3}}, (), ""),
     ],
 )
 def test_a_log_of_gpus(
-    reader: Any, text: str, values: dict[str, dict[str, list[float]]], absent: Any, times: str, tmp_path: Path
+    tool: str, text: str, values: dict[str, dict[str, list[float]]], absent: Any, times: str, tmp_path: Path
 ) -> None:
     path = put(tmp_path / "log", text)
-    assert reader.FORMAT.recognise(Head(path))
-    reading = reader.read(path)
+    assert format_named(tool).recognise(Head(path))
+    reading = format_named(tool).tables_of(path, "")
     groups = reading.tables["samples"].groupby(["source", "metric"], observed=True)["value"]
     found = {(str(source), str(metric)): part.tolist() for (source, metric), part in groups}
-    tool = {nvidia_dmon: "nvidia-smi ", nvidia_smi: "nvidia-smi ", amd_smi: "amd-smi ", dcgm: "dcgm "}.get(reader, "")
+    named = {
+        "nvidia_dmon": "nvidia-smi ",
+        "nvidia_smi": "nvidia-smi ",
+        "amd_smi": "amd-smi ",
+        "dcgm_dmon": "dcgm ",
+    }.get(tool, "")
     for gpu, metrics in values.items():
         for metric, expected in metrics.items():
-            assert found[gpu if "rocm" in gpu else f"{tool}{gpu}", metric] == pytest.approx(expected)
+            assert found[gpu if "rocm" in gpu else f"{named}{gpu}", metric] == pytest.approx(expected)
     assert absent not in found
     if times:
         assert reading.facts["log log"]["times"] == times
-    assert ["no header" in w for w in reading.warnings] == [True] * (reader is nvidia_smi and text.startswith("2026"))
+    assert ["no header" in w for w in reading.warnings] == [True] * (tool == "nvidia_smi" and text.startswith("2026"))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
 @pytest.mark.parametrize(
-    ("reader", "text"), [(nvidia_dmon, PLAIN), (dcgm, DCGM), (amd_smi, BLOCKS), (amd_smi, json.dumps(ROCM))]
+    ("tool", "text"), [("nvidia_dmon", PLAIN), ("dcgm_dmon", DCGM), ("amd_smi", BLOCKS), ("amd_smi", json.dumps(ROCM))]
 )
-def test_a_log_that_powershell_wrote(reader: Any, text: str, encoding: str, tmp_path: Path) -> None:
+def test_a_log_that_powershell_wrote(tool: str, text: str, encoding: str, tmp_path: Path) -> None:
     mark = "\ufeff" if encoding == "utf-16-be" else ""
     (tmp_path / "wide").write_bytes((mark + text).encode(encoding))
     plain, wide = put(tmp_path / "log", text), tmp_path / "wide"
-    assert (known(wide), known(plain)) == (reader.FORMAT.name, reader.FORMAT.name)
-    assert reader.read(wide).tables["samples"].equals(reader.read(plain).tables["samples"])
+    assert (known(wide), known(plain)) == (tool, tool)
+    assert (
+        format_named(tool)
+        .tables_of(wide, "")
+        .tables["samples"]
+        .equals(format_named(tool).tables_of(plain, "").tables["samples"])
+    )
 
 
 @pytest.mark.parametrize(
-    ("reader", "text"),
+    ("tool", "text"),
     [
-        *((dcgm, text) for text in ("", "#Entity\n", "Entity GPUTL\nGPU 0 3\n")),
-        *((nvidia_smi, text) for text in ("", "a,b\n1,2\n", "\x00\xff\n")),
-        *((nvidia_dmon, text) for text in ("", "# gpu\n0\n", "gpu pwr\n0 1\n", "\x00\x01")),
-        *((amd_smi, text) for text in ("", "{}", "[]", '{"gpu": 0}', "gpu,name\n0,x\n", "[" * 5000)),
-        *((sampled, text) for text in ("", "{}", '{"at_ns":5}\n', SAMPLE % '"loss":5')),
-        *((nvidia_smi, text) for text in ("timestamp\n", "2026/03/04 05:06:07.250, 0, 87, 41\n")),
+        *(("dcgm_dmon", text) for text in ("", "#Entity\n", "Entity GPUTL\nGPU 0 3\n")),
+        *(("nvidia_smi", text) for text in ("", "a,b\n1,2\n", "\x00\xff\n")),
+        *(("nvidia_dmon", text) for text in ("", "# gpu\n0\n", "gpu pwr\n0 1\n", "\x00\x01")),
+        *(("amd_smi", text) for text in ("", "{}", "[]", '{"gpu": 0}', "gpu,name\n0,x\n", "[" * 5000)),
+        *(("sampled", text) for text in ("", "{}", '{"at_ns":5}\n', SAMPLE % '"loss":5')),
+        *(("nvidia_smi", text) for text in ("timestamp\n", "2026/03/04 05:06:07.250, 0, 87, 41\n")),
     ],
 )
-def test_other_files_are_no_log_of_gpus(reader: Any, text: str, tmp_path: Path) -> None:
+def test_other_files_are_no_log_of_gpus(tool: str, text: str, tmp_path: Path) -> None:
     path = put(tmp_path / "log", text)
-    assert not reader.FORMAT.recognise(Head(path))
-    if reader is not sampled and "timestamp" not in text and "2026" not in text:
+    assert not format_named(tool).recognise(Head(path))
+    if tool != "sampled" and "timestamp" not in text and "2026" not in text:
         with pytest.raises(DlprofError):
-            reader.read(path)
+            format_named(tool).tables_of(path, "")
 
 
 def test_what_a_gpu_does_not_say_has_no_row_and_bad_lines_are_counted(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ import pandas as pd
 import pytest
 
 from dlprof.commands.report import write_report
-from dlprof.read import steps
 from dlprof.read.kineto import torch_trace
+from dlprof.read.logs import read_steps
 from dlprof.read.run import open_run
 from tests.fixtures.jobs import DLPROF, environment, facts, free_port
 
@@ -120,7 +120,7 @@ def test_a_job_of_two_hosts_is_one_run(tmp_path: Path) -> None:
     assert clocks[1] - clocks[0] == pytest.approx((HOSTS["beta"] - HOSTS["alpha"]) * 10**9, abs=10**9)
     ranks = [run / f"ranks/{rank:05d}" for rank in range(2)]
     # Each step ends after an exchange that neither rank can have left before the other came to it.
-    lines = [steps.read(rank / "steps.jsonl").tables["steps"] for rank in ranks]
+    lines = [read_steps(rank / "steps.jsonl").tables["steps"] for rank in ranks]
     assert overlap(*lines) >= 30
     exchanges = [torch_trace.read(rank / "trace.json.gz").tables["spans"] for rank in ranks]
     assert overlap(*(table[table["name"] == "gloo:all_reduce"] for table in exchanges)) == 5

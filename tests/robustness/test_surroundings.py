@@ -20,7 +20,7 @@ import pytest
 from dlprof.analysis.machine.cores import core_waits
 from dlprof.analysis.step.whole_job import whole_job
 from dlprof.analysis.timeline.steps import step_series
-from dlprof.read import steps as reader
+from dlprof.read.logs import read_steps
 from dlprof.read.run import open_run
 from tests.fixtures import runs
 from tests.fixtures.jobs import (
@@ -256,7 +256,7 @@ def test_memory_stays_flat_and_files_small_and_no_step_is_lost(tmp_path: Path) -
     rank = tmp_path / "run/ranks/00000"
     assert facts(rank)["warnings"] == []
     lines = rows(rank)
-    table = reader.read(rank / "steps.jsonl").tables["steps"]
+    table = read_steps(rank / "steps.jsonl").tables["steps"]
     assert len(lines) < 11_500
     assert table["step"].to_list() == list(range(len(table)))
     assert table["optimizer_steps"].sum() == 20000

@@ -272,6 +272,8 @@ def chains(calls: Calls, form: str, first: int, last: int, left: tuple[float, fl
 
 COLUMNS = ("form", "passes", "calls", "operators", "ns", "left_ns", "gain_ns")
 
+Replaced = Callable[[Sequence[Chain]], pd.DataFrame]  # see `replaced`
+
 
 @within_rank
 def replaced(
@@ -281,7 +283,7 @@ def replaced(
     what_if: Maybe[WhatIf] = maybe(what_if),
     kernels: Maybe[Frame] = maybe(kernels),
     device_work: Maybe[Frame] = maybe(device_work),
-) -> Callable[[Sequence[Chain]], pd.DataFrame]:
+) -> Replaced:
     """Return a function from chains to a frame: their time in a mean steady traced step, the longest first.
 
     Columns: form, passes, calls (of the chain), operators (in one), ns, left_ns (the time of one operator instead),
@@ -327,9 +329,9 @@ def replaced(
             bounds = np.searchsorted(launched_by, np.add.outer(chain.places, (0, 1))).tolist()
             launched = np.concatenate([order[first:last] for first, last in bounds])
             mine = np.sort(place.reindex(rows[launched]).dropna().to_numpy(dtype=np.int64))
-            few = max(round(chain.left * len(mine)), int(chain.left > 0))
+            remaining = max(round(chain.left * len(mine)), int(chain.left > 0))
             durations[mine] = -1
-            durations[mine[:few]] = max(round(ns / max(few, 1)), 1)
+            durations[mine[:remaining]] = max(round(ns / max(remaining, 1)), 1)
         return whatif.gain_ns(durations=durations, other=launching)
 
     return made

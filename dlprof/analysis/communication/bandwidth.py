@@ -17,8 +17,16 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.collectives import NO_SIZES, NOBODY, exposed, window_steps
-from dlprof.analysis.communication.matching import SENT, exposed_between, instances, matched
+from dlprof.analysis.communication.collectives import (
+    NO_SIZES,
+    NOBODY,
+    SENT,
+    exposed,
+    exposed_between,
+    instances,
+    matched,
+    window_steps,
+)
 from dlprof.analysis.compute.peaks import nvlink
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
 from dlprof.analysis.step.breakdown import breakdown, part
@@ -162,40 +170,31 @@ def size_class(index: int) -> str:
 # Every rank sends and receives the same amount, so the load on each link follows from the bytes.
 JUDGED = ("all_reduce", "all_gather", "reduce_scatter")
 
-
 # Groups take the same time to start a collective, so their times compare once the bytes take longer than the start.
 # Comparing with a peak of hundreds of GB/s takes 16 MiB.
 LARGE_BYTES = CLASSES[2]
 
-
 LARGE_FOR_PEAK = CLASSES[3]
-
 
 # Two GPUs with NVLink between them have at least one of a V100's six links. Less than an eighth of all links' bandwidth
 # is PCIe (16 of 150, 32 of 300, 63 of 450 GB/s, less its overhead), or the host's memory.
 SLOW_OF_PEAK = 1 / 8
 
-
 # nccl-tests reaches 75 to 80 % of NVLink's peak with large messages.
 ATTAINABLE = 0.75
 
-
 # The fewest collectives that show a slow link.
 LEAST_COUNT = 3
-
 
 # A faulty link has half its bandwidth: one port of two, half of a slot's lanes. Other jobs' traffic costs less than
 # half of that difference.
 SLOWER = 1.5
 
-
 # Sizes are alike to this factor.
 ALIKE_SIZE = 2.0
 
-
 # Settings that turn a fast path off: within hosts, between them, or both; with which values (none: any); the effect.
 _ON = ("1", "2", "true", "TRUE", "y", "yes")
-
 
 _SETTINGS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("NCCL_P2P_DISABLE", "within", _ON, "it sends what the GPUs of a host exchange through the host's memory"),

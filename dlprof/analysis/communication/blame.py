@@ -15,8 +15,16 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.communication.collectives import Nanoseconds, collectives
-from dlprof.analysis.communication.matching import SENT, SYNCHRONOUS, culprits, exposed_waits, matched, places
+from dlprof.analysis.communication.collectives import (
+    SENT,
+    SYNCHRONOUS,
+    Nanoseconds,
+    collectives,
+    culprits,
+    exposed_waits,
+    matched,
+    places,
+)
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.analysis.step.partition import partition
@@ -67,7 +75,7 @@ def accounts(
 
 
 @across_ranks
-def charged(
+def attributed_waits(
     matched: Frame = needs(matched),
     accounts: Maybe[Frame] = maybe(accounts),
     exposed_waits: Nanoseconds = needs(exposed_waits),
@@ -145,24 +153,24 @@ def _followed(
     found = []
     for _ in range(MOST_LINKS):
         row = waits["row"].to_numpy()
-        found.append(_charge(waits, rank[culprit[row]], own, row))
+        found.append(_by_culprit(waits, rank[culprit[row]], own, row))
         passed = waits.assign(row=culprit[row], ns=waits["ns"] * passed_on[row])
         if not passed["ns"].any():
             break
         passed = passed.groupby(["row", "rank"], as_index=False)["ns"].sum().merge(links, on="row")
         passed = passed.assign(ns=passed["ns"] * passed["share"])
         back = rank[culprit[passed["earlier"]]] == passed["rank"]
-        found.append(_charge(passed[back], rank[passed[back]["row"]], _TRANSFERS))
+        found.append(_by_culprit(passed[back], rank[passed[back]["row"]], _TRANSFERS))
         waits = passed[~back].groupby(["earlier", "rank"], as_index=False)["ns"].sum()
         waits = waits.rename(columns={"earlier": "row"})
     else:
-        found.append(_charge(waits, rank[culprit[waits["row"]]], _TRANSFERS))
+        found.append(_by_culprit(waits, rank[culprit[waits["row"]]], _TRANSFERS))
     combined = pd.concat(found, ignore_index=True).groupby(["rank", "culprit"], as_index=False).sum()
     reasons: pd.DataFrame = combined.melt(["rank", "culprit"], var_name="category", value_name="ns").query("ns > 0")
     return reasons
 
 
-def _charge(waits: pd.DataFrame, culprit: Rows, shares: Shares, rows: Rows | None = None) -> pd.DataFrame:
+def _by_culprit(waits: pd.DataFrame, culprit: Rows, shares: Shares, rows: Rows | None = None) -> pd.DataFrame:
     """Return the ns of each rank's waits for each culprit, a column for each of CATEGORIES.
 
     `shares` has a row for each wait, or for each place that `rows` names, by CATEGORIES.
@@ -228,13 +236,13 @@ def _last_meeting(pairs: pd.DataFrame, computed: Shares) -> Rows:
 @across_ranks
 def blame(
     own_time: Frame = needs(own_time),
-    charged: Frame = needs(charged),
+    attributed_waits: Frame = needs(attributed_waits),
     stalled_steps: Maybe[Frame] = maybe(stalled_steps),
     stall_means: Maybe[Frame] = maybe(stall_means),
     breakdown: Frame = needs(breakdown),
     job: Job = needs(JOB),
 ) -> pd.DataFrame:
-    """Charge each rank's waiting in the mean steady step: rank, culprit, category, ns; of each rank the most first.
+    """Attribute each rank's waiting in the mean steady step: rank, culprit, category, ns; of each rank the most first.
 
     A rank's rows add up to its wait_ns in `own_time`. Waiting for stalls is taken from all steady steps where they were
     recorded, the rest from the traced steps. Reasons beyond MOST_REASONS are one: culprit −1, UNKNOWN. Raises
@@ -246,16 +254,16 @@ def blame(
         most = (own / stalls.groupby("rank")["ns"].sum()).clip(upper=1.0)
         stalls = stalls.assign(ns=stalls["ns"] * stalls["rank"].map(most))
         left = own - stalls.groupby("rank")["ns"].sum().reindex(own.index).fillna(0.0)
-        others = _scaled(charged[~charged["category"].isin(KINDS)], left)
+        others = _scaled(attributed_waits[~attributed_waits["category"].isin(KINDS)], left)
         unknown = left[~left.index.isin(others["rank"])].rename("ns").reset_index().assign(culprit=-1, category=UNKNOWN)
-        frame = pd.concat([stalls, others, unknown[charged.columns]], ignore_index=True)
+        frame = pd.concat([stalls, others, unknown[attributed_waits.columns]], ignore_index=True)
     else:
-        frame = _scaled(charged, own)
+        frame = _scaled(attributed_waits, own)
     frame = _at_most_spent(breakdown, frame)
     frame = frame[frame["ns"] > 0].sort_values(["rank", "ns"], ascending=[True, False], kind="stable")
-    few = frame.groupby("rank").cumcount() < MOST_REASONS
-    rest = frame[~few].groupby("rank", as_index=False)["ns"].sum().assign(culprit=-1, category=UNKNOWN)
-    combined: pd.DataFrame = pd.concat([frame[few], rest[frame.columns]], ignore_index=True)
+    main = frame.groupby("rank").cumcount() < MOST_REASONS
+    rest = frame[~main].groupby("rank", as_index=False)["ns"].sum().assign(culprit=-1, category=UNKNOWN)
+    combined: pd.DataFrame = pd.concat([frame[main], rest[frame.columns]], ignore_index=True)
     return combined.sort_values("rank", kind="stable", ignore_index=True)
 
 
@@ -276,7 +284,7 @@ def _scaled(frame: pd.DataFrame, wait: pd.Series[float]) -> pd.DataFrame:
 
 
 def _stalls(stalled_steps: pd.DataFrame, stall_means: pd.DataFrame, job: Job) -> pd.DataFrame:
-    """Charge each step's waiting for stalls to the rank with the longest, as far as it exceeds one's own."""
+    """Attribute each step's waiting for stalls to the rank with the longest, as far as it exceeds one's own."""
     parts = []
     for kind, mine in stalled_steps.groupby("kind"):
         stalls = mine.pivot_table(index="step", columns="rank", values="ns", aggfunc="sum", observed=True)

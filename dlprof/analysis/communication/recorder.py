@@ -40,7 +40,7 @@ _ONE_SIDED = frozenset(("broadcast", "scatter", "gather", "reduce"))
 
 DEFAULT = "default_pg"
 
-GroupKey = tuple[str, tuple[int, ...]]
+_TEXTS = ("group", "about", "kind", "op", "backend", "state", "input", "output", "dtype", "site")
 
 
 @per_rank
@@ -54,13 +54,9 @@ def recorded_calls(recorder_calls: Frame = needs(schema.RECORDER_CALLS), rank: R
     frame = recorder_calls.tail(MOST_CALLS).reset_index(drop=True)
     done = (frame["state"] == "completed").to_numpy()
     retired = frame["retired"].to_numpy()
-    kept = ["group", "about", "kind", "sequence", "op", "backend", "state", "created_ns", "timeout_ms"]
-    kept += ["input", "output", "dtype", "site"]
-    made = frame[kept].copy()
-    for name in ("group", "about", "kind", "op", "backend", "state", "input", "output", "dtype", "site"):
-        made[name] = made[name].astype(object)
+    kept = frame[[*_TEXTS, "sequence", "created_ns", "timeout_ms"]].astype(dict.fromkeys(_TEXTS, object))
     version = str((rank.trace_facts.get("recorder") or {}).get("version", ""))
-    return made.assign(
+    return kept.assign(
         open=(~done & (retired != 1)).astype(np.int64),
         left=(~done & (retired == 1)).astype(np.int64),
         numbered=int(not version.startswith("1.")),
@@ -124,10 +120,7 @@ def whole_calls(recorded_calls: Frame = needs(recorded_calls), job: Job = needs(
 def hangs(whole_calls: Frame = needs(whole_calls), job: Job = needs(JOB)) -> tuple[Hang, ...]:
     """Return the collectives that ranks wait in, those that others follow from first, then the earliest."""
     calls = whole_calls[whole_calls["kind"] == "collective"]
-    most = calls.groupby(["key", "rank"], as_index=False)["sequence"].max()
-    last: dict[tuple[str, int], int] = dict(
-        zip(zip(most["key"].tolist(), most["rank"].tolist(), strict=True), most["sequence"].tolist(), strict=True)
-    )
+    last: dict[Any, int] = calls.groupby(["key", "rank"])["sequence"].max().to_dict()
     for rank in job.ranks:
         enqueued = (job.trace_facts[rank].get("recorder") or {}).get("enqueued") or {}
         mine = calls[calls["rank"] == rank].drop_duplicates("key")
@@ -144,25 +137,17 @@ def hangs(whole_calls: Frame = needs(whole_calls), job: Job = needs(JOB)) -> tup
         ]
         waits = waits[np.array(lacking, dtype=bool)]
     first = waits.sort_values("sequence", kind="stable").drop_duplicates(["key", "rank"])
-    found = []
-    for _, pending in first.groupby(["key", "sequence"], sort=False):
-        one = pending.to_dict("records")[0]
-        found.append(_hang(calls, one["key"], one["sequence"], pending, last, job))
-    return _ordered(found)
+    groups = first.groupby(["key", "sequence"], sort=False)
+    return _ordered([_hang(calls, pending, last, job) for _, pending in groups])
 
 
-def _hang(
-    calls: pd.DataFrame,
-    key: str,
-    sequence: int,
-    pending: pd.DataFrame,
-    last: Mapping[tuple[str, int], int],
-    job: Job,
-) -> Hang:
+def _hang(calls: pd.DataFrame, pending: pd.DataFrame, last: Mapping[tuple[str, int], int], job: Job) -> Hang:
+    """Return the hang in one collective; `pending`: the call of each rank that waits in it."""
+    one = pending.iloc[0]
+    key, sequence = str(one["key"]), int(one["sequence"])
     rows = calls[(calls["key"] == key) & (calls["sequence"] == sequence)]
     here = rows[(rows["open"] == 1) | (rows["left"] == 1)]
     seen = {rank: number for (of, rank), number in last.items() if of == key}
-    one = pending.iloc[0]
     members = _members(key, str(one["about"]), seen, job)
     came = {rank for rank, number in seen.items() if number >= sequence}
     times = here.loc[here["created_ns"] > 0, "created_ns"]

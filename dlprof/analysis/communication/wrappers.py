@@ -101,7 +101,7 @@ def unused_search(unused_searches: Frame = needs(unused_searches), job: Job = ne
 
 def _per_step(timing: Timing, time: iv.Intervals) -> NDArray[np.float64]:
     """Return how much of some time lies in each steady traced step, ns."""
-    return iv.per_slot(time, np.append(timing.windows[:, 0], timing.windows[-1, 1])).astype(float)
+    return iv.per_slot(time, timing.edges).astype(float)
 
 
 def _flags(spans: pd.DataFrame, on_host: bool, is_on_device: NDArray[np.bool_], windows: iv.Intervals) -> iv.Intervals:

@@ -175,7 +175,7 @@ def larger_batches(
         return ((durations + (times - 1) * longer) * (1 + again * forward)).astype(np.int64)
 
     def filled(times: float, python: float = 1.0) -> float:
-        alone = what_if.ratio(took(times), fetch=0.0, host=0.0)
+        alone = what_if.left(took(times), calls=0.0, fetch=0.0, python=0.0)
         return alone / what_if.left(took(times), fetch=times, python=python)
 
     rows = []

@@ -32,7 +32,7 @@ from dlprof.analysis.engine.ranks import RankAnswer
 from dlprof.analysis.engine.run import PROCESS_BYTES, USED, Also, at_once, lost, measure_rank
 from dlprof.analysis.engine.store import Store, code
 from dlprof.errors import DlprofError
-from dlprof.read.kineto.shares import free_bytes
+from dlprof.read.kineto.split import free_bytes
 from dlprof.read.run import Rank
 from dlprof.units import count
 

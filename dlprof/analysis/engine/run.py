@@ -24,7 +24,7 @@ from dlprof.analysis.engine.store import Kept, Store, left_out, not_there
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read import limits
 from dlprof.read.kineto import prefetch
-from dlprof.read.kineto.shares import free_bytes
+from dlprof.read.kineto.split import free_bytes
 from dlprof.read.run import TRACE, Rank, Run
 from dlprof.units import count, listed
 

@@ -296,7 +296,7 @@ def _all_of(name: str, path: Path) -> list[Path]:
     """Return a file and those beside it that are read with it."""
     if name != "rocprofv3":
         return [path]
-    from dlprof.read.rocprof.text import beside
+    from dlprof.read.rocprof.process import beside
 
     return [path, *beside(path)]
 

@@ -15,8 +15,7 @@ import pandas as pd
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.communication.collectives import NO_SIZES, collectives, window_steps
-from dlprof.analysis.communication.matching import instances, matched
+from dlprof.analysis.communication.collectives import NO_SIZES, collectives, instances, matched, window_steps
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.step.partition import partition
 from dlprof.analysis.timeline.steady import standard_error

@@ -19,9 +19,8 @@ from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_
 from dlprof.analysis.modules.frames import forward_rows
 from dlprof.analysis.step.partition import partition
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import NOT_IN_STEPS, device_work
+from dlprof.analysis.timeline.device import NOT_IN_STEPS, Launches, device_work, launches
 from dlprof.analysis.timeline.host import in_calls, is_on_device, on_training_thread
-from dlprof.analysis.timeline.launches import Launches, launches
 from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.analysis.timeline.what_if import PAUSE_NS, WhatIf, what_if
 from dlprof.errors import NotMeasured

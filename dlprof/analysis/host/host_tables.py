@@ -11,8 +11,7 @@ from dlprof.analysis.chains.calls import Calls, calls
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank
 from dlprof.analysis.step.partition import in_optimizer
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import LEAST_KERNEL_NS, device_work
-from dlprof.analysis.timeline.launches import Launches, launches
+from dlprof.analysis.timeline.device import LEAST_KERNEL_NS, Launches, device_work, launches
 from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.communication.matching import waits
+from dlprof.analysis.communication.collectives import waits
 from dlprof.analysis.compute.optimizer import fused_gain_ns
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import LEAST_SHARE
@@ -42,8 +42,7 @@ from dlprof.analysis.source.patches import Call
 from dlprof.analysis.step.breakdown import breakdown, part, part_least
 from dlprof.analysis.step.partition import in_optimizer
 from dlprof.analysis.step.savings import own_time, saving
-from dlprof.analysis.timeline.device import LEAST_KERNEL_NS
-from dlprof.analysis.timeline.launches import Launches, launches
+from dlprof.analysis.timeline.device import LEAST_KERNEL_NS, Launches, launches
 from dlprof.analysis.timeline.replay import Kept
 from dlprof.analysis.timeline.steps import check_marked, mean_step_ns, step_means
 from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS, REPRODUCED, WhatIf, replayed_steps, what_if

@@ -18,13 +18,21 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Frame, Job, Maybe, across_ranks, maybe, needs, per_rank, within_rank
 from dlprof.analysis.host.gaps import Segments, host_gaps, segments
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import device_work, has_device
+from dlprof.analysis.timeline.device import (
+    NOT_LINKED,
+    Idle,
+    Launches,
+    Queue,
+    device_work,
+    first_after,
+    has_device,
+    idle,
+    launch_queue,
+    launches,
+)
 from dlprof.analysis.timeline.host import on_training_thread
-from dlprof.analysis.timeline.idle import Idle, first_after, idle
-from dlprof.analysis.timeline.launched_work import SYNCHRONISING
-from dlprof.analysis.timeline.launches import NOT_LINKED, Launches, Queue, launch_queue, launches
-from dlprof.analysis.timeline.steps import NOT_MARKED, Timing, timing
-from dlprof.analysis.timeline.traced import TracedSteps, trace_window
+from dlprof.analysis.timeline.replay import SYNCHRONISING
+from dlprof.analysis.timeline.steps import NOT_MARKED, Timing, TracedSteps, timing, trace_window
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured
 from dlprof.units import short

@@ -70,7 +70,7 @@ class Handover:
 
 
 @dataclass(frozen=True)
-class Told:
+class HandoverCost:
     """The cost of a batch's handover: the usual one, and its bounds."""
 
     usual: Handover = Handover()
@@ -79,11 +79,11 @@ class Told:
 
 
 # For a handover that delays no one.
-UNTOLD = Told()
+NO_HANDOVER = HandoverCost()
 
 
 @dataclass(frozen=True)
-class Pace:
+class LoopTimes:
     """One rank's step and fetch times as recorded, in ns, without waits for a core."""
 
     workers: int
@@ -99,7 +99,7 @@ class Pace:
     excess_alone: float = np.nan  # of the loop without workers: the part that workers do not explain; NaN: as with them
     stretch: float = 1.0  # of the loop's computing, as measured
     others_cpu: float = np.nan  # of a batch of the other ranks on the host; NaN: as this one's
-    handover: Told = UNTOLD  # of a batch; with workers, `own` and `fetch_cpu` include it
+    handover: HandoverCost = NO_HANDOVER  # of a batch; with workers, `own` and `fetch_cpu` include it
     gap: float = 0.0  # the part of `fetch` that passes between a worker's fetches
     barrier: float = 1.0  # what workers' computing costs a loop whose threads wait for each other, as a multiple of it
     batches: int = 1  # of a step
@@ -122,7 +122,7 @@ class Pace:
         whole = float(self.fetch.mean())
         return PINNING if self.pin * self.workers > whole else COLLATING if 2 * self.collate.mean() > whole else SAMPLES
 
-    def without(self, part: str) -> Pace:
+    def without(self, part: str) -> LoopTimes:
         """Return the same if a part of making batches, SAMPLES, COLLATING or PINNING, cost nothing."""
         if part == PINNING:
             return replace(self, pin=0.0)
@@ -131,18 +131,18 @@ class Pace:
             fetch, cpu = self.fetch - fetch, self.fetch_cpu - cpu
         return replace(self._making(fetch, cpu), collate=_NOTHING, collate_cpu=_NOTHING)
 
-    def cheaper(self, left: float) -> Pace:
+    def cheaper(self, left: float) -> LoopTimes:
         """Return the same if the making of a batch, samples and collating alike, took this share of its time."""
         changed = self._making(self.fetch * left, self.fetch_cpu * left)
         return replace(changed, collate=self.collate * left, collate_cpu=self.collate_cpu * left)
 
-    def _making(self, fetch: Times, cpu: Times) -> Pace:
+    def _making(self, fetch: Times, cpu: Times) -> LoopTimes:
         if self.workers:  # the handover costs the same however a batch is made
             cpu = np.maximum(cpu, np.minimum(self.handover.least.sending_ns, self.fetch_cpu))
         others = self.others_cpu * float(cpu.mean()) / max(float(self.fetch_cpu.mean()), 1.0)
         return replace(self, fetch=fetch, fetch_cpu=cpu, others_cpu=others)
 
-    def with_workers(self, workers: int) -> Pace:
+    def with_workers(self, workers: int) -> LoopTimes:
         """Return the same with so many workers: with the handover's cost for the first, without it for none."""
         if bool(workers) == bool(self.workers):
             return self
@@ -158,22 +158,22 @@ class Pace:
         return replace(self, own=own, fetch=fetch, fetch_cpu=cpu, others_cpu=max(self.others_cpu + sending, 0.0))
 
     @property
-    def where_workers_cost_least(self) -> Pace:
+    def where_workers_cost_least(self) -> LoopTimes:
         """The same at the lowest possible cost of workers: training waits for a core no longer than was measured."""
-        own = self.own * self.alone ** (1 / self.together - 1)
+        own = self.own * self.alone ** (1 / self.threads_at_once - 1)
         return self._with(self.handover.least, LEAST_BARRIER, own)
 
     @property
-    def where_workers_cost_most(self) -> Pace:
+    def where_workers_cost_most(self) -> LoopTimes:
         """The same at the highest possible cost of workers."""
         return self._with(self.handover.most, MOST_BARRIER, self.own)
 
-    def _with(self, handover: Handover, barrier: float, own: Times) -> Pace:
+    def _with(self, handover: Handover, barrier: float, own: Times) -> LoopTimes:
         known = replace(self.handover, usual=handover)
         return replace(self, handover=known, barrier=barrier if self.barrier > 1 else 1.0, own=own)
 
     @property
-    def together(self) -> int:
+    def threads_at_once(self) -> int:
         """How many threads of the loop need a core at the same time for it to progress."""
         return self.threads if self.threads <= self.cores else 1
 
@@ -187,34 +187,37 @@ class Forecast:
     wait_ns: float
 
 
-def replayed(pace: Pace, workers: int) -> Forecast:
+def replayed(times: LoopTimes, workers: int) -> Forecast:
     """Return the model's mean step with so many workers; 0: the loop fetches itself."""
-    pace = pace.with_workers(workers)
-    trained, fetched = float(pace.own.mean()) * pace.own_cpu, pace.batch_cpu
-    others = (pace.ranks - (workers == 0)) * fetched + (pace.ranks - 1) * pace.threads * trained
+    times = times.with_workers(workers)
+    trained, fetched = float(times.own.mean()) * times.own_cpu, times.batch_cpu
+    others = (times.ranks - (workers == 0)) * fetched + (times.ranks - 1) * times.threads * trained
     longest = max(
-        1.0 + held_up(pace) * others / max(pace.cores - pace.threads + 1, 1.0) / max(trained, 1.0), pace.stretch
+        1.0 + held_up(times) * others / max(times.cores - times.threads + 1, 1.0) / max(trained, 1.0), times.stretch
     )
-    excess = pace.excess[0] if workers or np.isnan(pace.excess_alone) else pace.excess_alone
-    trains, fetches, forecast, pin = 1.0, 1.0, Forecast(workers, 0.0, 0.0), pace.pin / pace.loaders
+    excess = times.excess[0] if workers or np.isnan(times.excess_alone) else times.excess_alone
+    trains, fetches, forecast, pin = 1.0, 1.0, Forecast(workers, 0.0, 0.0), times.pin / times.loaders
     for _ in range(_ROUNDS):
-        own, fetch = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains), pace.fetch + pace.fetch_cpu * (fetches - 1)
-        forecast, overlap = replay(own, fetch, pace.fetch_cpu, workers * pace.loaders, pace.prefetch, pin)
+        own, fetch = (
+            times.own * (1 - times.own_cpu + times.own_cpu * trains),
+            times.fetch + times.fetch_cpu * (fetches - 1),
+        )
+        forecast, overlap = replay(own, fetch, times.fetch_cpu, workers * times.loaders, times.prefetch, pin)
         step = forecast.step_ns
         busy, loop = (trained * trains / step, fetched * fetches / step), 1 - forecast.wait_ns / step
-        now = stretches(pace, workers * pace.loaders, busy, loop, overlap)
+        now = stretches(times, workers * times.loaders, busy, loop, overlap)
         # Go half-way, or the two would oscillate.
         trains = (trains + min(max(1.0, now[0] * excess), longest)) / 2
-        fetches = (fetches + max(1.0, now[1] * pace.excess[1])) / 2
+        fetches = (fetches + max(1.0, now[1] * times.excess[1])) / 2
     # With the mean stretch the cores may seem to do a little more than they can.
-    least = pace.ranks * (pace.threads * trained + fetched) / pace.cores
+    least = times.ranks * (times.threads * trained + fetched) / times.cores
     step, wait = max(forecast.step_ns, least), forecast.wait_ns
-    return Forecast(workers, step * pace.batches, wait * pace.batches)
+    return Forecast(workers, step * times.batches, wait * times.batches)
 
 
-def held_up(pace: Pace) -> float:
+def held_up(times: LoopTimes) -> float:
     """Return the cost of others' computing for the loop, as a multiple of that computing."""
-    return pace.barrier if pace.together > 1 else 1.0
+    return times.barrier if times.threads_at_once > 1 else 1.0
 
 
 def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int, pin: float = 0) -> tuple[Forecast, float]:
@@ -264,7 +267,9 @@ def _overlap(begin: Times, own: Times, there: Times, fetch: Times, cpu: Times) -
     return float((cpu * inside / np.maximum(fetch, 1e-9)).sum()) / total if total else 0.0
 
 
-def stretches(pace: Pace, workers: int, busy: tuple[float, float], loop: float, overlap: float) -> tuple[float, float]:
+def stretches(
+    times: LoopTimes, workers: int, busy: tuple[float, float], loop: float, overlap: float
+) -> tuple[float, float]:
     """Return how much longer computing takes in the loop and in a worker than with a core for every thread.
 
     `busy`: the shares of the time in which a rank's loop and its workers (their sum) are ready to compute; `loop`: the
@@ -272,24 +277,24 @@ def stretches(pace: Pace, workers: int, busy: tuple[float, float], loop: float, 
     in that time.
     """
     trains, fetches = busy
-    computes, others = trains / max(loop, 1e-9), pace.ranks - 1
+    computes, others = trains / max(loop, 1e-9), times.ranks - 1
 
     def speed(itself: int, loops: int, fetchers: int, each: float, at_once: int = 1) -> float:
-        ready = itself + pace.threads * np.arange(loops + 1)[:, None] + np.arange(fetchers + 1)[None, :]
+        ready = itself + times.threads * np.arange(loops + 1)[:, None] + np.arange(fetchers + 1)[None, :]
         chance = _chance(loops, computes)[:, None] * _chance(fetchers, each)[None, :]
-        return float((chance * np.minimum(1.0, pace.cores / ready) ** at_once).sum())
+        return float((chance * np.minimum(1.0, times.cores / ready) ** at_once).sum())
 
     def longer(progress: float) -> float:
-        return 1.0 + held_up(pace) * (1.0 / progress - 1.0)
+        return 1.0 + held_up(times) * (1.0 / progress - 1.0)
 
     if not workers:
         waiting = speed(1, 0, others, fetches / max(1.0 - loop, 1e-9))
-        return longer(speed(pace.threads, others, 0, 0.0, pace.together)), 1.0 / waiting
-    fetchers, each = pace.ranks * workers, fetches / workers
+        return longer(speed(times.threads, others, 0, 0.0, times.threads_at_once)), 1.0 / waiting
+    fetchers, each = times.ranks * workers, fetches / workers
     then, otherwise = each * overlap / max(loop, 1e-9), each * (1 - overlap) / max(1 - loop, 1e-9)
-    training, waiting = speed(1, pace.ranks, fetchers - 1, then), speed(1, 0, fetchers - 1, otherwise)
+    training, waiting = speed(1, times.ranks, fetchers - 1, then), speed(1, 0, fetchers - 1, otherwise)
     fetching = overlap * training + (1.0 - overlap) * waiting
-    return longer(speed(pace.threads, others, fetchers, then, pace.together)), 1.0 / fetching
+    return longer(speed(times.threads, others, fetchers, then, times.threads_at_once)), 1.0 / fetching
 
 
 def _chance(n: int, share: float) -> Times:
@@ -303,35 +308,28 @@ def _chance(n: int, share: float) -> Times:
 
 _MS, _MB = 1e6, 1e6
 
-
 # CPU time of the training thread and of the worker: for a batch, for each of its tensors, and for each megabyte.
 # Measured with batches of 1 to 40 tensors of 1 kB to 4 MB, torch 2.13 on two cores of an AMD EPYC.
 _TAKING = (0.2 * _MS, 0.15 * _MS, 0.3 * _MS)
 
-
 _SENDING = (0.2 * _MS, 0.16 * _MS, 0.9 * _MS)
-
 
 # What `default_collate` takes longer in a worker, which allocates each tensor in shared memory: for each tensor, and
 # for each megabyte. Measured on a host of that kind with batches of 0.2 to 12 MB: 0.85 to 1.04 ms a megabyte, and never
 # less than this share of all collating.
 _SHARED, _LESS = (0.1 * _MS, 0.9 * _MS), 0.75
 
-
 # A host may be faster or slower than that one by this factor.
 HOSTS_DIFFER = 2.0
 
-
 # The tensors of a batch if they were not counted: features and targets, and at most a recommender's tables.
 _USUAL, _MANY = 2, 32
-
 
 # The cost of a millisecond of a worker's computing for an operator that is split over all cores, ms: more than one, as
 # all its threads wait at its end for the one that lost its core, and caches are cold afterwards. Measured: 1.3 for
 # convolutions of tens of milliseconds (workloads/ddp_resnet.py, two threads on two cores), 1.6 for those of one
 # millisecond (pytorch/examples mnist).
 BARRIER = 1.4
-
 
 LEAST_BARRIER, MOST_BARRIER = 1.0, 2.0
 
@@ -350,7 +348,7 @@ def shared(tensors: float, size: float) -> float:
     return _SHARED[0] * tensors + _SHARED[1] * size / _MB if tensors >= 0 else 0.0
 
 
-def told(tensors: float, size: float, taken_ns: float) -> Told:
+def handover_cost(tensors: float, size: float, taken_ns: float) -> HandoverCost:
     """Return the handover of a batch; tensors −1: not counted; `taken_ns`: the training thread's time, NaN: unknown."""
     usual = handover(*((tensors, size) if tensors >= 0 else (_USUAL, 0.0)))
     least, most = usual.times(1 / HOSTS_DIFFER), usual.times(HOSTS_DIFFER)
@@ -358,4 +356,4 @@ def told(tensors: float, size: float, taken_ns: float) -> Told:
         least, most = Handover(), handover(_MANY, 0.0).times(HOSTS_DIFFER)
     if taken_ns >= 0:
         usual, least, most = (Handover(taken_ns, one.sending_ns) for one in (usual, least, most))
-    return Told(usual, least, most)
+    return HandoverCost(usual, least, most)

@@ -1,14 +1,13 @@
-"""How long each rank waits for data, and what a faster loader would save: the recorded batches, replayed.
+"""How long each rank waits for data, and what a faster loader, or one with fewer workers, would save.
 
-The part of making a batch that takes longer, reading its samples or collating them, bounds what making it cheaper can
-give: it is replayed at no cost, and the other part as it was. Collating computes; what a fetch waits for storage is its
-samples'. What one rank waited for another that had no core is gone with what took it. `Paces` is at what pace each
-rank's loop took its batches, and its workers made them, as recorded.
+The recorded batches are replayed. The part of making a batch that takes longer, reading its samples or collating them,
+bounds what making it cheaper can give: it is replayed at no cost, and the other part as it was. Collating computes;
+what a fetch waits for storage is its samples'. What one rank waited for another that had no core is gone with what took
+it.
 
-What the step would be with fewer loader workers, or with none: on a CPU, workers cost training more than they fetch.
-
-A worker computes on the cores that training needs, and each batch that it makes has to be handed over. Where fetching
-a batch takes less than that, the training thread had better fetch it itself.
+On a CPU, workers may cost training more than they fetch: a worker computes on the cores that training needs, and each
+batch that it makes has to be handed over. Where fetching a batch takes less than that, the training thread had better
+fetch it itself.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from dlprof.analysis.communication.blame import blame
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs
 from dlprof.analysis.input.fetch_replay import (
     BARRIER,
+    NO_HANDOVER,
     PINNING,
     SAMPLES,
-    UNTOLD,
     Forecast,
-    Pace,
+    LoopTimes,
+    handover_cost,
     held_up,
     replay,
     replayed,
     shared,
     stretches,
-    told,
 )
 from dlprof.analysis.input.loader import (
     before_forward,
@@ -182,14 +181,13 @@ def starving(
 # The fewest fetches of each worker with which their order is known.
 _ENOUGH = 3
 
-
 # The batches of a step are a whole number if their mean is within this share of one: a run may end within a step.
 _UNEVEN = 0.1
 
 
 @dataclass(frozen=True)
-class Paces:
-    """The step and fetch times of all ranks; each rank's `Pace` is built at the first request."""
+class AllLoopTimes:
+    """The step and fetch times of all ranks; each rank's `LoopTimes` is built at the first request."""
 
     loader_means: pd.DataFrame
     step_means: pd.DataFrame
@@ -198,9 +196,9 @@ class Paces:
     input_waits: Maybe[pd.DataFrame]
     pinning: Maybe[pd.DataFrame]
     job: Job
-    _known: dict[int, Pace] = field(default_factory=dict)
+    _known: dict[int, LoopTimes] = field(default_factory=dict)
 
-    def of(self, rank: int) -> Pace:
+    def of(self, rank: int) -> LoopTimes:
         """Return a rank's times; raise NotMeasured if its fetches were not recorded or its steps' batches vary."""
         if rank not in self._known:
             self._known[rank] = self._made(rank)
@@ -215,7 +213,7 @@ class Paces:
         made: NDArray[np.int64] = in_turn(_of(self.fetch_series, rank))["worker"].to_numpy()
         return made
 
-    def _made(self, rank: int) -> Pace:
+    def _made(self, rank: int) -> LoopTimes:
         loader, on_cpu = settings.training_loader(self.job, rank), settings.on_cpu(self.job)
         workers, cores = loader.get("num_workers"), settings.cores(self.job, rank)
         means, fetches = _of(self.loader_means, rank), in_turn(_of(self.fetch_series, rank))
@@ -238,7 +236,7 @@ class Paces:
         used = np.where(used < 0, used[used >= 0].mean(), used)
         tensors, size = (float(fetches[name].mean()) for name in ("tensors", "tensor_bytes"))
         # A worker also computes while it sends a batch, in a second thread.
-        sending = told(tensors, size, np.nan).usual.sending_ns if on_cpu and workers else 0.0
+        sending = handover_cost(tensors, size, np.nan).usual.sending_ns if on_cpu and workers else 0.0
         delay = np.minimum(np.maximum(delay, 0.0), np.maximum(fetch - np.maximum(used - sending, 0.0), 0.0))
         collate = np.clip(collate, 0.0, fetch)
         # Collating computes or waits for a core. It is assumed to have a core as often as the rest of the batch.
@@ -262,9 +260,9 @@ class Paces:
         # Taking batches lacked cores as often as the rest of the loop. On a GPU, the loop is ahead of its device, and
         # is not replayed without workers.
         taken = means["taken_ns"].iloc[0] * alone
-        handover = told(tensors, size, taken) if on_cpu else UNTOLD
+        handover = handover_cost(tensors, size, taken) if on_cpu else NO_HANDOVER
         collates = (loader.get("collate") or {}).get("name") == "default_collate"
-        recorded = Pace(
+        recorded = LoopTimes(
             workers=workers,
             prefetch=int(loader.get("prefetch_factor") or 2),
             own=own * alone,
@@ -299,7 +297,7 @@ class Paces:
 
 
 @across_ranks
-def paces(
+def loop_times(
     loader_means: Frame = needs(loader_means),
     step_means: Frame = needs(step_means),
     fetch_series: Frame = needs(fetch_series),
@@ -307,9 +305,9 @@ def paces(
     input_waits: Maybe[Frame] = maybe(input_waits),
     pinning: Maybe[Frame] = maybe(pinning),
     job: Job = needs(JOB),
-) -> Paces:
+) -> AllLoopTimes:
     """Return the step and fetch times of all ranks."""
-    return Paces(loader_means, step_means, fetch_series, step_series, input_waits, pinning, job)
+    return AllLoopTimes(loader_means, step_means, fetch_series, step_series, input_waits, pinning, job)
 
 
 def _others_cpu(fetch_series: pd.DataFrame, job: Job, rank: int) -> float:
@@ -420,7 +418,7 @@ def faster_loader(
     input_cost_ns: float = needs(input_cost_ns),
     starving: Starving = needs(starving),
     mean_step_ns: float = needs(mean_step_ns),
-    paces: Maybe[Paces] = maybe(paces),
+    loop_times: Maybe[AllLoopTimes] = maybe(loop_times),
     own_time: Frame = needs(own_time),
     step_series: Frame = needs(step_series),
     fetch_gains: Maybe[Frame] = maybe(fetch_gains),
@@ -434,46 +432,46 @@ def faster_loader(
     A line that is known to do needless work comes before workers that give no more. The prediction takes long, so it is
     made only where the wait is notable.
     """
-    wait, recorded = by_rank(input_waits, "wait_ns"), paces.or_none()
+    wait, recorded = by_rank(input_waits, "wait_ns"), loop_times.or_none()
     if input_cost_ns < NOTABLE_SHARE * mean_step_ns:
         return FasterLoader(input_cost_ns)
     line = costliest(costly_lines, starving.rank, "worker" if starving.workers else "fetch")
     plan = None if recorded is None else planned(recorded, own_time, fetch_gains, wait)
     if recorded is None or plan is None:
         return FasterLoader(input_cost_ns, line=line)
-    pace = recorded.of(starving.rank)
-    costly = pace.costly
-    # With a GPU only the wait changes: what the host computes while the GPU is busy costs no time. Ranks without
-    # recorded batches are assumed to be like this one.
-    freed = _freed_by(pace, pace.without(costly))
-    cheaper = saving_input(step_series, own_time, {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()})
-    if settings.on_cpu(job):
-        with suppress(NotMeasured):
-            cheaper = mean_step_ns - step_with_cheaper(recorded, own_time, costly)
-    elif costly == PINNING:  # without pinning the copies to the device go too, until the workers limit the step
-        fed = replayed(replace(pace.without(PINNING), own=np.ones(1)), pace.workers).step_ns
+    times = recorded.of(starving.rank)
+    costly = times.costly
+    on_cpu = settings.on_cpu(job)
+
+    def saved_by(cheaper: Callable[[LoopTimes], LoopTimes]) -> float:
+        """Return what is saved if making batches costs less, ns a step.
+
+        With a GPU only the wait changes: what the host computes while the GPU is busy costs no time. Ranks without
+        recorded batches are assumed to be like this one.
+        """
+        if on_cpu:
+            with suppress(NotMeasured):
+                return mean_step_ns - step_with(recorded, own_time, cheaper)
+        freed = _freed_by(times, cheaper(times))
+        return saving_input(step_series, own_time, {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()})
+
+    cheaper = saved_by(lambda times: times.without(costly))
+    if costly == PINNING and not on_cpu:  # the copies to the device go too, until the workers limit the step
+        fed = replayed(replace(times.without(PINNING), own=np.ones(1)), times.workers).step_ns
         copied = part(breakdown, "copy").get(starving.rank, 0.0)
         cheaper += min(copied, max(mean_step_ns - cheaper - fed, 0.0))
     gain = max(cheaper, plan.gain_ns)
     helps = plan.sure and plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns, LARGER_PART * gain)
     if line is not None and costly != PINNING:
-
-        def without(left: float) -> float:
-            """Return what is saved if making a batch takes this share of its time."""
-            if settings.on_cpu(job):
-                with suppress(NotMeasured):
-                    return mean_step_ns - step_with(recorded, own_time, lambda pace: pace.cheaper(left))
-            freed = _freed_by(pace, pace.cheaper(left))
-            gone = {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()}
-            return saving_input(step_series, own_time, gone)
-
-        line_ns = without(1.0 - line.share)
+        share = line.share
+        line_ns = saved_by(lambda times: times.cheaper(1.0 - share))
         least = plan.gain_ns * (_UNKNOWN if line.idiom is None else _NEEDLESS)
         needless = line.idiom is None or line.idiom.first
         if line_ns >= max(NOTABLE_SHARE * mean_step_ns, least) and (needless or not helps):
             # The training thread makes the batches, and the objects of their samples are what it collects.
             pauses = 0.0 if starving.workers else by_rank(pauses_in_fetch.get(), "ns")[starving.rank]
-            most = _bound(max(without(0.0), gain) + pauses, mean_step_ns, job)
+            everything = saved_by(lambda times: times.cheaper(0.0))
+            most = _bound(max(everything, gain) + pauses, mean_step_ns, job)
             return FasterLoader(most, plan, False, costly, line, line_ns)
     return FasterLoader(plan.gain_ns if helps else _bound(gain, mean_step_ns, job), plan, helps, costly, line)
 
@@ -485,28 +483,28 @@ def _bound(saving_ns: float, step_ns: float, job: Job) -> float:
     return step_ns - _COLD * left if short else saving_ns
 
 
-def trusted(paces: Paces, rank: int) -> Forecast:
+def trusted(loop_times: AllLoopTimes, rank: int) -> Forecast:
     """Return the replay of a rank with its own settings.
 
-    Raises NotMeasured if it differs by more than TRUSTED from the measured step, and as `Paces.of` does.
+    Raises NotMeasured if it differs by more than TRUSTED from the measured step, and as `AllLoopTimes.of` does.
     """
-    recorded, measured = paces.of(rank), paces.step_ns(rank)
+    recorded, measured = loop_times.of(rank), loop_times.step_ns(rank)
     now = replayed(recorded, recorded.workers)
     if abs(now.step_ns - measured) > TRUSTED * measured:
         raise NotMeasured(f"the recorded batches explain a step of {now.step_ns / 1e6:.1f} ms only")
     return now
 
 
-def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
+def forecasts(loop_times: AllLoopTimes, rank: int) -> tuple[Forecast, ...]:
     """Return the mean step of a rank as it is, then with 1, 2, … workers, while more may still help.
 
     On a CPU also without workers. All are corrected by the difference between the replay and the measured step. Raises
     NotMeasured as `trusted` does.
     """
-    recorded, now = paces.of(rank), trusted(paces, rank)
-    corrected = correction(paces, rank, now)
+    recorded, now = loop_times.of(rank), trusted(loop_times, rank)
+    corrected = correction(loop_times, rank, now)
     given = [now]
-    if recorded.workers and settings.on_cpu(paces.job):
+    if recorded.workers and settings.on_cpu(loop_times.job):
         given.append(replayed(recorded, 0))
     best, since = np.inf, 0
     for n in range(1, max(MOST_WORKERS, int(2 * recorded.cores / recorded.ranks), recorded.workers) + 1):
@@ -519,14 +517,14 @@ def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
     return tuple(map(corrected, given))
 
 
-def correction(paces: Paces, rank: int, now: Forecast) -> Callable[[Forecast], Forecast]:
+def correction(loop_times: AllLoopTimes, rank: int, now: Forecast) -> Callable[[Forecast], Forecast]:
     """Return a function that corrects a rank's forecasts by the error of the replay `now` of its own settings."""
-    recorded = paces.of(rank)
+    recorded = loop_times.of(rank)
     # A wait that the replay does not explain was a wait for workers. Without workers it is gone.
-    waited = paces.step_ns(rank) - recorded.batches * float(recorded.own.mean()) / recorded.alone
+    waited = loop_times.step_ns(rank) - recorded.batches * float(recorded.own.mean()) / recorded.alone
     queue = max(waited - now.wait_ns, 0.0)
     # The rest of the error is in proportion to the step.
-    off = (paces.step_ns(rank) - queue) / now.step_ns
+    off = (loop_times.step_ns(rank) - queue) / now.step_ns
     return lambda f: replace(f, step_ns=float(f.step_ns * off + (queue if f.workers else 0.0)))
 
 
@@ -538,7 +536,7 @@ def proposed(given: tuple[Forecast, ...]) -> Forecast:
 
 
 def planned(
-    paces: Paces, own_time: pd.DataFrame, fetch_gains: Maybe[pd.DataFrame], wait: Mapping[int, float]
+    loop_times: AllLoopTimes, own_time: pd.DataFrame, fetch_gains: Maybe[pd.DataFrame], wait: Mapping[int, float]
 ) -> Plan | None:
     """Choose the number of workers for the rank that waits most, and predict what all ranks gain with it.
 
@@ -546,10 +544,10 @@ def planned(
     """
     most, *others = sorted((r for r in wait if wait[r]), key=lambda r: -wait[r])[:MOST_RANKS]
     try:
-        given = forecasts(paces, most)
+        given = forecasts(loop_times, most)
         chosen = proposed(given)
-        freed = {r: _freed(trusted(paces, r), replayed(paces.of(r), chosen.workers)) for r in others}
-        dear = paces.of(most).where_workers_cost_most
+        freed = {r: _freed(trusted(loop_times, r), replayed(loop_times.of(r), chosen.workers)) for r in others}
+        dear = loop_times.of(most).where_workers_cost_most
         slower = replayed(dear, chosen.workers).step_ns >= replayed(dear, dear.workers).step_ns
         disturbed = dear.excess_alone > DISTURBED
     except NotMeasured:
@@ -557,30 +555,25 @@ def planned(
     # The ranks that were not replayed wait less. They are assumed to gain the same share as the worst.
     like = _freed(given[0], chosen)
     gone = {r: gained(fetch_gains, r, ns, freed.get(r, like)) for r, ns in wait.items()}
-    return Plan(given, chosen, saving_input(paces.step_series, own_time, gone), not (slower or disturbed))
+    return Plan(given, chosen, saving_input(loop_times.step_series, own_time, gone), not (slower or disturbed))
 
 
-def step_with_cheaper(paces: Paces, own_time: pd.DataFrame, part: str) -> float:
-    """Return the mean step on a CPU if a part of making batches cost nothing, as `step_with` does."""
-    return step_with(paces, own_time, lambda pace: pace.without(part))
-
-
-def step_with(paces: Paces, own_time: pd.DataFrame, cheaper: Callable[[Pace], Pace]) -> float:
-    """Return the mean step on a CPU if making batches cost less, ns; raises as `Paces.of` does.
+def step_with(loop_times: AllLoopTimes, own_time: pd.DataFrame, cheaper: Callable[[LoopTimes], LoopTimes]) -> float:
+    """Return the mean step on a CPU if making batches cost less, ns; raises as `AllLoopTimes.of` does.
 
     Ranks compute the same, on the cores that fetching leaves free. A rank's time without computing is transfer, equal
     on all ranks, or waiting for ranks with fewer cores. The least such time of any rank is kept.
     """
     waits = by_rank(own_time, "wait_ns")
-    recorded = {rank: paces.of(rank) for rank in paces.job.ranks}
+    recorded = {rank: loop_times.of(rank) for rank in loop_times.job.ranks}
     stays = min(max(float(p.own.mean()) * (1 - p.own_cpu) - waits[r] / p.batches, 0.0) for r, p in recorded.items())
 
-    def bare(pace: Pace) -> Pace:
-        computes = float(pace.own.mean()) * pace.own_cpu
+    def bare(times: LoopTimes) -> LoopTimes:
+        computes = float(times.own.mean()) * times.own_cpu
         own = max(computes + stays, 1.0)
-        return replace(cheaper(pace), own=np.array([own]), own_cpu=computes / own)
+        return replace(cheaper(times), own=np.array([own]), own_cpu=computes / own)
 
-    def least(changed: Pace) -> float:
+    def least(changed: LoopTimes) -> float:
         own, fetch, workers = float(changed.own[0]), float(changed.fetch.mean()), changed.workers * changed.loaders
         return changed.batches * (max(own, fetch / workers) if workers else own + fetch)
 
@@ -588,16 +581,16 @@ def step_with(paces: Paces, own_time: pd.DataFrame, cheaper: Callable[[Pace], Pa
     return max(replayed(changed, changed.workers).step_ns for changed in slowest)
 
 
-def freed_by_equal_workers(paces: Paces, rank: int, slow: int) -> float:
+def freed_by_equal_workers(loop_times: AllLoopTimes, rank: int, slow: int) -> float:
     """Return the share of a rank's wait that disappears if the worker `slow` fetches as fast as the others."""
-    recorded, by = paces.of(rank), paces.workers_in_turn(rank)
+    recorded, by = loop_times.of(rank), loop_times.workers_in_turn(rank)
     # Replace each fetch of the slow worker by one of the others', in their order.
     place = np.arange(len(by))
     place[by == slow] = np.resize(np.flatnonzero(by != slow), np.count_nonzero(by == slow))
     return _freed_by(recorded, replace(recorded, fetch=recorded.fetch[place], fetch_cpu=recorded.fetch_cpu[place]))
 
 
-def _freed_by(recorded: Pace, changed: Pace) -> float:
+def _freed_by(recorded: LoopTimes, changed: LoopTimes) -> float:
     return _freed(replayed(recorded, recorded.workers), replayed(changed, changed.workers))
 
 
@@ -627,7 +620,9 @@ class FewerWorkers:
 
 @across_ranks
 def fewer_workers(
-    loader_calls: Frame = needs(loader_calls), paces: Maybe[Paces] = maybe(paces), job: Job = needs(JOB)
+    loader_calls: Frame = needs(loader_calls),
+    loop_times: Maybe[AllLoopTimes] = maybe(loop_times),
+    job: Job = needs(JOB),
 ) -> FewerWorkers:
     """Predict the step with fewer workers than there are.
 
@@ -639,7 +634,7 @@ def fewer_workers(
     workers = {r: settings.training_loader(job, r).get("num_workers") for r in job.ranks}
     if not settings.on_cpu(job) or not any(workers.values()):
         raise DoesNotApply("training is on a device, or its loader has no workers")
-    recorded, found = paces.get(), []
+    recorded, found = loop_times.get(), []
     slowest = sorted((r for r in job.ranks if workers[r]), key=lambda r: -recorded.step_ns(r))[:MOST_RANKS]
     for rank in slowest:
         given = forecasts(recorded, rank)

@@ -23,7 +23,7 @@ from dlprof.analysis.engine import (
     per_rank,
     within_rank,
 )
-from dlprof.analysis.input.fetch_replay import HOSTS_DIFFER, told
+from dlprof.analysis.input.fetch_replay import HOSTS_DIFFER, handover_cost
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import has_device
 from dlprof.analysis.timeline.host import on_training_thread
@@ -301,7 +301,7 @@ def pinning(
     timed = loading[(loading["pin_ns"] >= 0) & in_steady(light_steps, loading["start_ns"].to_numpy())]
     each = timing.step_ns * means["loaders"] / max(means["step_batches"], 1.0)
     made, waits = float(worker_means["dur_ns"].max()) / workers, timing.phases.get("fetch", 0.0)
-    pin = told(tensors, size, np.nan).usual.taking_ns
+    pin = handover_cost(tensors, size, np.nan).usual.taking_ns
     if len(timed):
         pin = float(timed["pin_ns"].sum() / timed["dur_ns"].sum()) * each
     limits = waits >= STARVED * timing.step_ns and made < _FASTER * each and each <= HOSTS_DIFFER * pin

@@ -12,7 +12,7 @@ from dlprof.analysis.modules.exchanges import bucket_shares, buckets_of, common,
 from dlprof.analysis.modules.frames import COMMUNICATION, OTHER, PARTS, Frames, module_frames
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.host import is_on_device
-from dlprof.analysis.timeline.traced import TracedSteps, trace_window
+from dlprof.analysis.timeline.steps import TracedSteps, trace_window
 
 
 @within_rank

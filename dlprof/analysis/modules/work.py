@@ -28,8 +28,7 @@ from dlprof.analysis.modules.sums import Sums, shared, sums, table
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import device_work, exchanges_on_host, has_device
 from dlprof.analysis.timeline.host import is_on_device
-from dlprof.analysis.timeline.steps import Timing, launched_within, timing
-from dlprof.analysis.timeline.traced import main_stream
+from dlprof.analysis.timeline.steps import Timing, launched_within, main_stream, timing
 from dlprof.errors import NotMeasured
 
 

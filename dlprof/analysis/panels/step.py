@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.communication.matching import bare_waits
+from dlprof.analysis.communication.collectives import bare_waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs, per_rank, within_rank
 from dlprof.analysis.input.loader import fetches
 from dlprof.analysis.panel import MOST_RANKS, PHASES, Picture, points, rows, table

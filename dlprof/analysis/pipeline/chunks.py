@@ -27,9 +27,8 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank, within_rank
 from dlprof.analysis.pipeline.schedules import ACTIONS, GPIPE, LOOPED, ONE_F_ONE_B, V_SHAPED, Action, grid, runs
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import device_work, has_device
+from dlprof.analysis.timeline.device import Launches, device_work, has_device, launches
 from dlprof.analysis.timeline.host import is_on_device, on_training_thread
-from dlprof.analysis.timeline.launches import Launches, launches
 from dlprof.analysis.timeline.steady import light_steps, standard_error
 from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import DoesNotApply, NotMeasured
@@ -44,29 +43,22 @@ NO_PIPELINE = "no pipeline: no step of one was recorded, and no trace shows anyt
 
 _STEPS, _MOST_ROWS = 40, 4_000  # that travel of a rank's chunks at most, spread over the run
 
-
 # The names of ranges, and each pass in such a name: stage ("": the rank's only one), initial, micro-batch.
 _RANGE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(\d+F\d+;\d+B\d+\)OVERLAP_F_B|(Forward|Backward) \d+")
 
-
 _PASS = re.compile(r"(\d*)([FBIW])[a-z ]*(\d+)")
-
 
 # Around each function of the backward pass, on whatever thread.
 _EVALUATES = "autograd::engine::evaluate_function"
 
-
 WHICH = "the traces do not show which ranks are one pipeline: record the job with dlprof"
-
 
 _NO_ORDER = (
     "the trace sends from rank to rank, but names no stage or micro-batch (pipelines that are not"
     " torch.distributed.pipelining's do not), and what lies between is not in 1F1B's order: record the job with dlprof"
 )
 
-
 _Pass = tuple[int, str, int, int, int]
-
 
 _COLUMNS = ["stage", "action", "microbatch", "start_ns", "end_ns"]
 

@@ -42,10 +42,8 @@ from dlprof.analysis.pipeline.schedules import (
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.analysis.step.partition import partition
 from dlprof.analysis.timeline import device, host
-from dlprof.analysis.timeline.device import device_work
-from dlprof.analysis.timeline.idle import LATENCY_NS
-from dlprof.analysis.timeline.steps import Timing, launched_within, timing
-from dlprof.analysis.timeline.traced import main_stream
+from dlprof.analysis.timeline.device import LATENCY_NS, device_work
+from dlprof.analysis.timeline.steps import Timing, launched_within, main_stream, timing
 from dlprof.errors import NotMeasured
 
 # What a send between GPUs is taken to need before its bytes move: a choice, rather too much than too little.
@@ -247,7 +245,6 @@ def _cut(stages: NDArray[np.float64], count: int) -> list[float]:
 
 
 _TOOK = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
-
 
 GRID, FORMULA = "replayed", "closed form"
 

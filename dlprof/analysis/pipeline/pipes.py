@@ -1,4 +1,5 @@
-"""Pipelines with the traces of all ranks: their mean step as recorded, and its length with other chunks.
+"""Pipelines with the traces of all ranks: their mean step as recorded, their bubbles and stages, and their length with
+other chunks.
 
 The bubble is the idle share of one synchronous step, which is schedule.step() on the rank that holds the first stage:
 the first forward begins there, and the last backward ends it. Another rank's own call may begin early and end early.
@@ -18,7 +19,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
 from dlprof.analysis.pipeline.chunks import SCHEDULE, WHICH, pipeline, pipeline_chunks
-from dlprof.analysis.pipeline.schedules import Action, grid, replay, runs
+from dlprof.analysis.pipeline.schedules import Action, closed_form, grid, replay, runs
 from dlprof.errors import NotMeasured
 from dlprof.units import few
 
@@ -217,3 +218,75 @@ def _actions(chunks: pd.DataFrame) -> pd.DataFrame:
         action=pd.Series(zip(frame["stage"], frame["what"], frame["microbatch"], strict=True), dtype=object),
         gap_ns=(frame["start_ns"] - before).where(before >= 0),
     )
+
+
+_SHARES = ("simulated", "scheduled")
+_COLUMNS = ("rank", "step_ns", "busy_ns", *_SHARES, "schedule_ns", "imbalance_ns", "launch_ns", "communication_ns")
+
+
+@across_ranks
+def bubbles(pipelines: Frame = needs(pipelines), pipes: Maybe[list[Pipe]] = maybe(pipes)) -> pd.DataFrame:
+    """Return the bubble of each rank: the columns of `pipeline`, its share of the step, that step, and its cause.
+
+    `step_ns` is the synchronous step of the rank's pipeline, and `bubble` the idle share of it; where the rank with the
+    first stage is not here, of its own. `simulated` is the bubble of the same chunks in the same order if launching and
+    handing over took no time, `scheduled` that with stages and micro-batches alike as well, `closed` the closed form.
+
+    The idle time is the sum of four, in ns of the mean step: schedule_ns, what even stages would leave idle;
+    imbalance_ns, what uneven stages and micro-batches add to it; launch_ns, the host between chunks that wait for no
+    other rank; communication_ns, the rest, which is handing over. A stage that is longer than the others is idle for
+    less than among even ones: its imbalance_ns is negative. NaN where a pipeline cannot be replayed.
+    """
+    parts = [row for pipe in pipes.or_none() or [] for row in _parts(pipe)]
+    replayed = pd.DataFrame(parts, columns=list(_COLUMNS)).astype(float).set_index("rank")
+    # One set of figures: where chunks are known, all of it is of the calls that they are of.
+    first = pipelines[pipelines["first_stage"]].drop_duplicates("ranks").set_index("ranks")["dur_ns"]
+    step = pipelines["ranks"].map(first).fillna(pipelines["dur_ns"])
+    measured = pd.DataFrame({"step_ns": step, "busy_ns": pipelines["busy_ns"]}).set_axis(pipelines["rank"])
+    frame = pipelines.drop(columns="busy_ns").join(replayed.combine_first(measured), on="rank")
+    shapes = frame[["schedule", "size", "microbatches", "chunks"]].itertuples(index=False, name=None)
+    return frame.assign(
+        bubble=(1 - frame["busy_ns"] / frame["step_ns"]).clip(lower=0.0),
+        closed=[closed_form(*shape) for shape in shapes],
+    )
+
+
+def _parts(pipe: Pipe) -> list[tuple[float, ...]]:
+    """Return what a pipeline's idle time comes from, a row of _COLUMNS for each rank."""
+    alike = pipe.lengths(pipe.even)
+    even = pipe.again(alike)
+    own = float(np.mean([pipe.again(took) for took in pipe.took]))
+    launched = min(pipe.mean_step(pipe.took, 0.0), pipe.step_ns)
+    rows: list[tuple[float, ...]] = []
+    for rank, row in zip(pipe.ranks, pipe.rows, strict=True):
+        busy, idle = pipe.busy_ns[rank], even - sum(alike[a] for a in row)
+        shares = (1 - busy / own, idle / even)
+        rows.append(
+            (rank, pipe.step_ns, busy, *shares, idle, own - busy - idle, launched - own, pipe.step_ns - launched)
+        )
+    return rows
+
+
+@across_ranks
+def stage_lengths(pipes: list[Pipe] = needs(pipes)) -> pd.DataFrame:
+    """Return how long each stage works on a micro-batch, and what even ones would save their pipeline.
+
+    Columns: ranks (as `pipeline` has them), rank, stage, forward_ns, backward_ns (both halves of it), stage_ns (their
+    sum); and of the pipeline saved_ns (what even stages save of its measured step, in which they wait more often for
+    handing over and for each other's chunks that happen to be slow) and calls_a_step.
+    """
+    rows = [
+        {
+            "ranks": ", ".join(map(str, pipe.ranks)),
+            "rank": pipe.rank_of[stage],
+            "stage": stage,
+            "forward_ns": pipe.mean.get((stage, "forward"), 0.0),
+            "backward_ns": pipe.backward_ns(stage),
+            "saved_ns": pipe.saved_by_even_ns,
+            "calls_a_step": pipe.calls_a_step,
+        }
+        for pipe in pipes
+        for stage in range(pipe.stages)
+    ]
+    frame = pd.DataFrame(rows)
+    return frame.assign(stage_ns=frame["forward_ns"] + frame["backward_ns"])

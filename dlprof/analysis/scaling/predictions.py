@@ -1,39 +1,310 @@
 """The step on more ranks than were measured, with its uncertainty.
 
-The largest measured size is the basis. What changes: collectives of groups that grow (transfers.py), the waiting for
-the latest of more ranks (lateness.py), and, where all ranks share one batch, what each computes of it. What longer
-collectives cost beside a device's computation is replayed on its traced steps; without a replay the exposed transfer
-grows as the transfers do. Everything else of the step stays as it is.
+The largest measured size is the basis. What changes: collectives of groups that grow, the waiting for the latest of
+more ranks, and, where all ranks share one batch, what each computes of it. What longer collectives cost beside a
+device's computation is replayed on its traced steps, a number for each change and rank; without a replay the exposed
+transfer grows as the transfers do. Everything else of the step stays as it is.
 
 The interval is of 95 %: the noise of the measured step, how far the fits are off, whether collectives start in a ring
 or in a tree where that does not show, the latest rank with and without a tail beyond what was seen, and what predicting
 the largest size from the others was off by, once for each doubling of the ranks.
 
-How long ranks wait for the last of them, by their number: the mean of a maximum.
+What a collective takes is Hockney's model, fitted to those of all sizes: a start, a time for every hop, and a time for
+every byte that crosses a rank's link, which depends on the collective and the ranks as nccl-tests defines its bus
+bandwidth. A ring takes n − 1 hops, a tree log2 n (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication
+Operations in MPICH, 2005). Which of the two it is shows in the measured sizes; where they do not tell, the other one
+bounds the prediction.
 
-A step of a synchronous job ends when the slowest rank has done its work. If n ranks' own times are independent draws
-from one distribution F, the slowest takes ∫ Q(u) d(uⁿ) in the mean, with Q the quantiles of F: the mean of the largest
-order statistic (David, Nagaraja: Order Statistics, 2003). A rank's own time is what the rank usually takes, and what a
-single step takes longer. Ranks differ in the former for good: a few of them show no more than how far they are apart,
-and more ranks are taken to be normally distributed. Of single steps there are many; beyond their 90th percentile they
-go on exponentially, with the mean excess of what was seen there.
+How long ranks wait for the last of them is the mean of a maximum. A step of a synchronous job ends when the slowest
+rank has done its work. If n ranks' own times are independent draws from one distribution F, the slowest takes
+∫ Q(u) d(uⁿ) in the mean, with Q the quantiles of F: the mean of the largest order statistic (David, Nagaraja: Order
+Statistics, 2003). A rank's own time is what the rank usually takes, and what a single step takes longer. Ranks differ
+in the former for good: a few of them show no more than how far they are apart, and more ranks are taken to be normally
+distributed. Of single steps there are many; beyond their 90th percentile they go on exponentially, with the mean excess
+of what was seen there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import combinations
+from pathlib import Path
+from statistics import NormalDist
+from typing import Literal, cast
 
 import numpy as np
+import pandas as pd
 from msgspec.structs import replace as changed
 from numpy.typing import NDArray
 
-from dlprof.analysis.scaling.replayed import Change
+from dlprof.analysis.communication.bandwidth import bus_factor
+from dlprof.analysis.engine import ALSO, RANK, Frame, Maybe, MeasureFailed, RankData, RankFacts, maybe, measure, needs
 from dlprof.analysis.scaling.study import Sizes
-from dlprof.analysis.scaling.transfers import Fits, Grown, fitted, grown
-from dlprof.result.scale import Prediction, Scaling, Size, Study
+from dlprof.analysis.timeline import device, host
+from dlprof.analysis.timeline.device import device_work
+from dlprof.analysis.timeline.what_if import WhatIf, what_if
+from dlprof.errors import NotMeasured
+from dlprof.read.run import open_run
+from dlprof.result.scale import Fit, Prediction, Scaling, Size, Study, Transfers
+
+# One form of the fit is the right one where the other is off by so many times as much.
+_CLEARLY = 2.0
+# Both are as good where neither is off by more than this.
+_EXACT = 0.002
+
+
+@dataclass(frozen=True)
+class Fits:
+    """The fits of one kind of collective: the better one, and the other where the measurements allow it too."""
+
+    best: Fit
+    other: Fit | None = None
+
+    def predicted_ns(self, size: float | None, ranks: int) -> tuple[float, float]:
+        """Return how long one of so many bytes and ranks takes by either fit, ns: the better one first."""
+        first = predicted_ns(self.best, size, ranks)
+        return first, first if self.other is None else predicted_ns(self.other, size, ranks)
+
+
+def predicted_ns(fit: Fit, size: float | None, ranks: int) -> float:
+    """Return how long a collective of so many bytes over so many ranks takes, ns; without its bytes: to start it."""
+    if ranks < 2:
+        return 0.0
+    moved = 0.0 if size is None else size * bus_factor(fit.collective, ranks)
+    return fit.start_ns + fit.hop_ns * _hops(fit.hops, ranks) + fit.ns_per_byte * moved
+
+
+def fitted(rows: Iterable[Transfers]) -> dict[tuple[str, bool], Fits]:
+    """Fit each kind of collective, those on several hosts apart: (collective, several hosts) → fits."""
+    by: dict[tuple[str, bool], list[Transfers]] = {}
+    for row in rows:
+        if row.ranks > 1 and row.transfer_ns > 0 and row.count > 0:
+            by.setdefault((row.collective, row.hosts > 1), []).append(row)
+    return {key: _fits(key, mine) for key, mine in by.items()}
+
+
+def _fits(key: tuple[str, bool], rows: Sequence[Transfers]) -> Fits:
+    if len({row.ranks for row in rows}) < 2:
+        # Nothing shows whether the start grows: it may all be hops, or none of it.
+        flat = _fit(key, rows, "")
+        hop_ns = flat.start_ns / _hops("ring", rows[0].ranks)
+        return Fits(flat, Fit(key[0], 0.0, hop_ns, flat.ns_per_byte, "ring", flat.off, key[1]))
+    ring, tree = _fit(key, rows, "ring"), _fit(key, rows, "tree")
+    best, other = (ring, tree) if ring.off <= tree.off else (tree, ring)
+    clear = other.off > max(_CLEARLY * best.off, _EXACT)
+    return Fits(best, None if clear else other)
+
+
+def _hops(form: str, ranks: int) -> float:
+    return {"ring": ranks - 1.0, "tree": math.log2(ranks)}.get(form, 0.0)
+
+
+def _fit(key: tuple[str, bool], rows: Sequence[Transfers], form: Literal["ring", "tree", ""]) -> Fit:
+    """Fit the three terms, none of them below 0, to the rows; relative errors count, each row by its time in a step."""
+    took = np.array([row.transfer_ns for row in rows])
+    moved = np.array([(row.bytes or 0.0) * bus_factor(row.collective, row.ranks) for row in rows])
+    terms = np.stack([np.ones(len(rows)), np.array([_hops(form, row.ranks) for row in rows]), moved], axis=1)
+    weight = np.sqrt(np.array([row.count * row.transfer_ns for row in rows]))
+    start, hop, byte = _not_negative(terms / took[:, np.newaxis], np.ones(len(rows)), weight / weight.max())
+    left = terms @ np.array([start, hop, byte]) / took - 1
+    off = float(np.sqrt(np.average(left**2, weights=weight)))
+    return Fit(key[0], start, hop, byte, form, off, key[1])
+
+
+def _not_negative(
+    terms: NDArray[np.float64], wanted: NDArray[np.float64], weight: NDArray[np.float64]
+) -> tuple[float, float, float]:
+    """Return the coefficients ≥ 0 of the least squares: the best of all subsets of the terms."""
+    best, least = (0.0, 0.0, 0.0), math.inf
+    usable = [i for i in range(terms.shape[1]) if np.any(terms[:, i] > 0)]
+    for n in range(1, len(usable) + 1):
+        for chosen in combinations(usable, n):
+            mine = terms[:, chosen] * weight[:, np.newaxis]
+            # The columns have very different units. Scaling keeps lstsq from dropping one as numerically zero.
+            scale = np.linalg.norm(mine, axis=0)
+            found, *_ = np.linalg.lstsq(mine / scale, wanted * weight, rcond=None)
+            found = found / scale
+            if np.any(found < 0):
+                continue
+            error = float(np.sum(((terms[:, chosen] @ found - wanted) * weight) ** 2))
+            # One more term must explain something: else the fewer.
+            if error < least * (1 - 1e-6) - 1e-15:
+                values = dict(zip(chosen, found.tolist(), strict=True))
+                best, least = (values.get(0, 0.0), values.get(1, 0.0), values.get(2, 0.0)), error
+    return best
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The collectives of a measured step (`rows`), and on other ranks each one's group: how many, on several hosts?"""
+
+    rows: tuple[Transfers, ...]
+    ranks: tuple[int, ...]
+    several_hosts: tuple[bool, ...]
+
+    def step_ns(self, fits: Mapping[tuple[str, bool], Fits]) -> tuple[float, float]:
+        """Return how long they take in a step without waiting, ns: by the better fits, by the others."""
+        first = other = 0.0
+        for row, ranks, several in zip(self.rows, self.ranks, self.several_hosts, strict=True):
+            mine = fits.get((row.collective, several))
+            if mine is None:  # no measured length of it was above zero
+                continue
+            best, second = mine.predicted_ns(row.bytes, ranks)
+            first, other = first + row.count * best, other + row.count * second
+        return first, other
+
+    @property
+    def groups(self) -> dict[tuple[str, int], tuple[int, bool]]:
+        """(Collective, ranks of its group as measured) → ranks that the group has, and whether on several hosts."""
+        then = zip(self.ranks, self.several_hosts, strict=True)
+        return {(r.collective, r.ranks): of for r, of in zip(self.rows, then, strict=True)}
+
+
+def grown(
+    rows: Sequence[Transfers],
+    before: Mapping[int, Sequence[Transfers]],
+    now: int,
+    then: int,
+    known: Collection[tuple[str, bool]] = (),
+) -> Grown:
+    """Return the collectives of `rows`, of a job of `now` ranks, on `then` ranks.
+
+    `before`: those of the other sizes, by their ranks. A group that has as many ranks on another number of ranks stays
+    as it is; any other grows with the job. Beyond one host it takes what is known between hosts: `known` are the keys
+    of the fits.
+    """
+    ranks = tuple(row.ranks if _stays(row, before, now) else max(round(row.ranks * then / now), 1) for row in rows)
+    several = tuple(
+        row.hosts > 1 or (n > row.ranks and (row.collective, True) in known) for row, n in zip(rows, ranks, strict=True)
+    )
+    return Grown(tuple(rows), ranks, several)
+
+
+def _stays(row: Transfers, before: Mapping[int, Sequence[Transfers]], now: int) -> bool:
+    if row.ranks == now:
+        return False
+    return any(
+        other.collective == row.collective and other.ranks == row.ranks
+        for n, others in before.items()
+        if n != now
+        for other in others
+    )
+
+
+# Ranks of a run that are replayed.
+MOST_RANKS = 8
+
+COLUMNS = ("change", "other", "ratio")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A step on other ranks: how many a group of so many ranks then has, and how much of a kernel's work is left."""
+
+    # (collective, ranks) → ranks, and whether these are on several hosts; others stay.
+    groups: Mapping[tuple[str, int], tuple[int, bool]]
+    compute: float = 1.0
+
+
+def replays(
+    changes: Sequence[Change], fits: Mapping[tuple[str, bool], Fits], several_hosts: bool, rank: RankData
+) -> pd.DataFrame:
+    """Return how long the rank's step is with each change, as a multiple of its step as it is.
+
+    Columns: change (its place), other (1: by the other fits, 0: by the better ones), ratio. No rows where the trace
+    cannot be replayed.
+    """
+
+    def ratios(
+        what_if: Maybe[WhatIf] = maybe(what_if),
+        device_work: Maybe[Frame] = maybe(device_work),
+        rank: RankFacts = needs(RANK),
+    ) -> pd.DataFrame:
+        steps = what_if.or_none()
+        if steps is None or steps.measured_ns <= 0:
+            return pd.DataFrame({c: pd.Series(dtype=float) for c in COLUMNS})
+        work = device_work.get().iloc[steps.replay.rows]
+        rows = []
+        for n, change in enumerate(changes):
+            for other in (0, 1):
+                durations = _durations(work, steps.replay.durations, change, fits, several_hosts, other, rank)
+                rows.append((n, other, steps.left(durations)))
+        return pd.DataFrame(rows, columns=list(COLUMNS))
+
+    return rank.call(ratios)
+
+
+def _durations(
+    work: pd.DataFrame,
+    now: NDArray[np.int64],
+    change: Change,
+    fits: Mapping[tuple[str, bool], Fits],
+    several_hosts: bool,
+    other: int,
+    rank: RankFacts,
+) -> NDArray[np.int64]:
+    """Return how long each piece of work takes.
+
+    The time of a collective beyond its fit is waiting for other ranks, and shrinks in proportion to their computation.
+    """
+    then = now.astype(float)
+    if change.compute != 1.0:
+        least = np.minimum(now, device.LEAST_KERNEL_NS)
+        then = np.where(host.is_kind(work, "kernel"), least + (now - least) * change.compute, then)
+    moving = np.flatnonzero(host.is_kind(work, "communication"))
+    frame = work.iloc[moving][["collective", "group", "bytes"]].astype({"collective": "str", "group": "str"})
+    groups = rank.trace_facts.get("groups") or {}
+    world = int(rank.trace_facts.get("world_size") or rank.facts.get("world_size") or 1)
+    for key, places in frame.groupby(["collective", "group", "bytes"]).indices.items():
+        collective, group, size = cast("tuple[str, str, int]", key)
+        ranks = len((groups.get(group) or {}).get("ranks") or ()) or world
+        known = float(size) if size > 0 else None
+        to, several = change.groups.get((collective, ranks), (ranks, several_hosts))
+        moves = _predicted_ns(fits, (collective, several_hosts), other, known, ranks)
+        longer = _predicted_ns(fits, (collective, several), other, known, to) - moves
+        took = now[moving[places]]
+        then[moving[places]] = took + longer - np.maximum(took - moves, 0.0) * (1 - change.compute)
+    durations: NDArray[np.int64] = np.rint(np.maximum(then, 0.0)).astype(np.int64)
+    return durations
+
+
+def _predicted_ns(
+    fits: Mapping[tuple[str, bool], Fits], key: tuple[str, bool], other: int, size: float | None, ranks: int
+) -> float:
+    """Return what a collective takes by the fits of its kind, ns; 0 where there are none."""
+    mine = fits.get(key) or fits.get((key[0], not key[1]))
+    return 0.0 if mine is None else mine.predicted_ns(size, ranks)[other]
+
+
+def replays_of(paths: Mapping[int, Sequence[Path]], jobs: int | None = None) -> Replays:
+    """Return a function that replays the runs at these paths, by their number of ranks.
+
+    At most MOST_RANKS ranks of a run are replayed, spread evenly. It returns {} where nothing can be replayed.
+    """
+
+    def replayed(
+        ranks: int, changes: Sequence[Change], fits: Mapping[tuple[str, bool], Fits]
+    ) -> dict[int, tuple[float, float]]:
+        frames = []
+        for path in paths.get(ranks, ()):
+            run = open_run(path)
+            chosen = run.ranks[:: -(-len(run.ranks) // MOST_RANKS)]
+            several = len(run.hosts) > 1
+            also = partial(replays, (Change({}), *changes), fits, several)
+            with suppress(NotMeasured, MeasureFailed):
+                frames.append(measure(replace(run, ranks=chosen), [], jobs, also=also).frame(ALSO))
+        if not frames or not sum(map(len, frames)):
+            return {}
+        means = pd.concat(frames).groupby(["change", "other"])["ratio"].mean()
+        now = means[0]
+        return {n: (float(means[n + 1, 0] / now[0]), float(means[n + 1, 1] / now[1])) for n in range(len(changes))}
+
+    return replayed
+
 
 # The sizes that are predicted, where larger than the largest measured one.
 TARGETS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -50,13 +321,6 @@ _ALWAYS = 0.005
 # Replays the runs of a size, given by its ranks, with changes: the place of a change → its step over the measured one
 # by the better fits, and by the others. {}: nothing can be replayed.
 Replays = Callable[[int, Sequence[Change], Mapping[tuple[str, bool], Fits]], Mapping[int, tuple[float, float]]]
-
-
-def no_replays(
-    _ranks: int, _changes: Sequence[Change], _fits: Mapping[tuple[str, bool], Fits]
-) -> Mapping[int, tuple[float, float]]:
-    """Replay nothing."""
-    return {}
 
 
 @dataclass(frozen=True)
@@ -184,7 +448,7 @@ class Model:
         return 1e9 / step_ns * size.samples * (1.0 if self.strong else ranks / size.ranks)
 
 
-def studied(name: str, sizes: Sizes, targets: Sequence[int] = TARGETS, replays: Replays = no_replays) -> Study:
+def studied(name: str, sizes: Sizes, targets: Sequence[int] = TARGETS, replays: Replays = lambda *_: {}) -> Study:
     """Return a study: the sizes, what they say of other numbers of ranks, and how well they say it of the largest."""
     study = Study(name, sizes.mode, sizes.sizes, left_out=sizes.left_out, doubts=sizes.doubts)
     known = tuple(
@@ -244,16 +508,12 @@ def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]
 # Where the tail begins.
 TAIL = 0.9
 
-
 # At least so many ranks show their distribution; with fewer, a normal one is assumed.
 ENOUGH_RANKS = 64
 
-
 _POINTS = 512  # of each distribution: their sum has the square of it
 
-
 _ALONE = 1 << 15  # of one whose other is nothing
-
 
 _INTEGRAL = 4096
 
@@ -321,8 +581,6 @@ def _drawn(values: Sequence[float], points: int, *, tail: bool = False) -> NDArr
 
 def _normal(points: int) -> NDArray[np.float64]:
     """Return so many evenly spaced quantiles of the standard normal distribution."""
-    from statistics import NormalDist
-
     draw = NormalDist()
     return np.array([draw.inv_cdf((n + 0.5) / points) for n in range(points)])
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from dlprof.analysis.compare.comparison import Setting, differing
 from dlprof.analysis.compare.ladder import other_job, script_of
 from dlprof.result import Result
@@ -191,8 +193,6 @@ def _parts(result: Result) -> dict[str, float]:
 
 def _compared(first: Size, size: Size) -> Size:
     """Return a size with its speed-up and efficiency over the smallest."""
-    from msgspec.structs import replace
-
     if size.samples and first.samples:
         speedup = size.work_per_s / first.work_per_s
     else:

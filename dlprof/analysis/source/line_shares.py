@@ -21,8 +21,7 @@ from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, acro
 from dlprof.analysis.estimate import UNKNOWN
 from dlprof.analysis.host.stacks import FRAME, LEAST_SAMPLES, NOTABLE_SHARE, PLACE, is_own, own_lines, seen_doing, shown
 from dlprof.analysis.source.patches import Call, calls_of
-from dlprof.analysis.timeline.patterns import periodic
-from dlprof.analysis.timeline.stalls import stall_means
+from dlprof.analysis.timeline.stalls import periodic, stall_means
 from dlprof.analysis.timeline.steps import phases_of_step
 from dlprof.errors import NotMeasured
 from dlprof.result import Place

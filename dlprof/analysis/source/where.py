@@ -19,11 +19,7 @@ from numpy.typing import NDArray
 from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.chains.calls import Calls, Chain, calls
-from dlprof.analysis.chains.gelus import gelu_chains
-from dlprof.analysis.chains.growing import growing_chains
-from dlprof.analysis.chains.losses import loss_chains
-from dlprof.analysis.chains.norms import norm_chains
-from dlprof.analysis.chains.one_hot import one_hot_chains
+from dlprof.analysis.chains.written_out import gelu_chains, growing_chains, loss_chains, norm_chains, one_hot_chains
 from dlprof.analysis.compute.attention import Found, attention_blocks
 from dlprof.analysis.compute.cpu_work import is_product
 from dlprof.analysis.compute.kernels import kernels
@@ -45,9 +41,8 @@ from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites
 from dlprof.analysis.source.rewrites import REWRITES
 from dlprof.analysis.step.partition import exposed_communication
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import DeviceSets, device_sets, device_work, has_device
+from dlprof.analysis.timeline.device import DeviceSets, Idle, device_sets, device_work, first_after, has_device, idle
 from dlprof.analysis.timeline.host import training_lane
-from dlprof.analysis.timeline.idle import Idle, first_after, idle
 from dlprof.analysis.timeline.paths import folded
 from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.overrides import changes_numbers as numeric

@@ -27,8 +27,7 @@ from dlprof.analysis.pipeline.chunks import outside_chunks_ns, pipeline
 from dlprof.analysis.step.partition import BUBBLE, host_phases, partition
 from dlprof.analysis.timeline.device import has_device
 from dlprof.analysis.timeline.host import training_lane
-from dlprof.analysis.timeline.patterns import PERIODIC, Pattern, patterns, periodic_phases
-from dlprof.analysis.timeline.stalls import KINDS, by_phase, stall_means
+from dlprof.analysis.timeline.stalls import KINDS, PERIODIC, Pattern, by_phase, patterns, periodic_phases, stall_means
 from dlprof.analysis.timeline.steady import (
     ENOUGH,
     STRETCHES,

@@ -11,9 +11,8 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, within_rank
 from dlprof.analysis.pipeline.chunks import has_pipeline, outside_chunks
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import DeviceSets, device_sets, exchanges_on_host, has_device
+from dlprof.analysis.timeline.device import DeviceSets, Idle, device_sets, exchanges_on_host, has_device, idle
 from dlprof.analysis.timeline.host import is_on_device, on_training_thread
-from dlprof.analysis.timeline.idle import Idle, idle
 from dlprof.analysis.timeline.stalls import KINDS
 from dlprof.analysis.timeline.steady import device_type
 from dlprof.analysis.timeline.steps import PHASES, Timing, timing

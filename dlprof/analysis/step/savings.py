@@ -19,14 +19,13 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.matching import waits
+from dlprof.analysis.communication.collectives import waits
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.timeline.device import has_device
 from dlprof.analysis.timeline.stalls import KINDS, stall_means, stalled_steps
 from dlprof.analysis.timeline.steady import ENOUGH, STRETCHES, light_steps, standard_error, stretch_means, widened
-from dlprof.analysis.timeline.steps import PHASES, Timing, step_means, timing
-from dlprof.analysis.timeline.traced import TracedSteps, trace_window
+from dlprof.analysis.timeline.steps import PHASES, Timing, TracedSteps, step_means, timing, trace_window
 from dlprof.errors import NotMeasured
 from dlprof.result import MOST_LENGTHS, QUANTILES
 from dlprof.units import digits, duration, listed

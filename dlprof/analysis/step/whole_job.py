@@ -14,8 +14,7 @@ import pandas as pd
 from dlprof import schema
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.machine.samples import sample_series
-from dlprof.analysis.timeline.patterns import Pattern, patterns
-from dlprof.analysis.timeline.stalls import KINDS
+from dlprof.analysis.timeline.stalls import KINDS, Pattern, patterns
 from dlprof.analysis.timeline.steady import light_steps, standard_error, steady_steps
 from dlprof.analysis.timeline.steps import step_series
 from dlprof.errors import NotMeasured

@@ -1,20 +1,23 @@
-"""Which ranks are late, what that costs, and how much of the cost is theirs alone.
+"""Which ranks are late, what that costs, and how much of it is theirs alone; which ranks of a large job are alike.
 
 The late ranks cost the lead of their own time over the next longest. Three parts are then subtracted: what another rule
-reports, what a short trace may show by chance, and what the other ranks would lose for lack of the host's cores.
-
-The work of each rank in a step distinguishes more work from slower work.
+reports, what a short trace may show by chance, and what the other ranks would lose for lack of the host's cores. The
+work of each rank in a step distinguishes more work from slower work.
 
 A late rank also shows without clocks and without all ranks: its collectives are abnormally short. The last rank to
 enter a collective finds the others there and stays only for the transfer. So its collectives are shorter than those of
 all others, whatever its clock shows and whichever other ranks were not recorded.
+
+Ranks that hold the same stages of their pipelines are to do the same, or all ranks where there are none. Of those, the
+ones that spend on every part of the step what their median does, within noise, are one group. Of the others, as many as
+make a group of their own are one (two kinds of GPU); the few that are left stand out. Waiting for others is left out: a
+rank that waits is not the one that is unlike the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,8 +27,7 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.communication.collectives import window_steps
-from dlprof.analysis.communication.matching import SENT, instances, matched
+from dlprof.analysis.communication.collectives import SENT, instances, matched, window_steps
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs, per_rank
 from dlprof.analysis.experts.tokens import Balance, expert_balance
 from dlprof.analysis.machine.clocks import held_down
@@ -42,6 +44,7 @@ from dlprof.analysis.timeline.host import on_training_thread
 from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import CATEGORIES
+from dlprof.result.figures import MANY, Member
 from dlprof.units import percent, ranks_named
 
 # The causes of a late rank that another rule reports, with that rule, which claims the saving.
@@ -249,17 +252,25 @@ def straggling(
     job: Job = needs(JOB),
 ) -> LateRanks:
     """Return what of the cost is left for this rule to save. Once that is not notable, nothing more is looked into."""
-    cuts: tuple[Callable[[LateRanks], LateRanks], ...] = (
-        partial(_unowned, breakdown, own_time),
-        partial(_with_reason, workload, sample_means, held_down, expert_balance, job),
-        partial(_uncrowded, sample_means, job),
-        _shared_out,
-    )
     late = late_ranks
-    for cut in cuts:
-        if late.share < NOTABLE_SHARE:
-            return late
-        late = cut(late)
+    if late.share < NOTABLE_SHARE:
+        return late
+    late = _unowned(breakdown, own_time, late)
+    if late.share < NOTABLE_SHARE:
+        return late
+    if late.cause == "computation":
+        because = longer_because(workload.get(), sample_means, held_down, expert_balance, job, late.lead.ranks[0])
+        late = replace(late, because=because)
+        if because.owner:
+            return late.cut(0.0, f"{late.behind}, as {because.words}: see {because.owner}")
+        # The others on their host have the cores that the late ranks lack.
+        lacks = without_core(sample_means, job, late.lead.ranks)
+        why = f"{late.behind}, as it waits for a core for {percent(lacks)} more of the time than the job's other"
+        late = late.cut(max(late.share - lacks, 0.0), f"{why} ranks on its host, which have it then")
+        if because.shared and late.share >= NOTABLE_SHARE:
+            # They have more of the model: sharing the work out evenly saves no more than this.
+            share = late.share * min(late.lead.shared_ns / late.lead.saving_ns, 1.0)
+            late = late.cut(share, f"{late.behind}, as {because.words}; shared out evenly, that saves {percent(share)}")
     return late if late.share < NOTABLE_SHARE else replace(late, why="")
 
 
@@ -274,29 +285,6 @@ def _unowned(breakdown: pd.DataFrame, own_time: pd.DataFrame, late: LateRanks) -
     share = late.share * (1 - float(owned.sum()) / max(float(more.sum()), 1.0))
     late = late.cut(share, f"{late.behind}, as it {does}: see {owner}")
     return replace(late, more={str(c): float(ns) for c, ns in more.items()}, cause=str(more[list(CAUSES)].idxmax()))
-
-
-def _with_reason(
-    workload: Maybe[pd.DataFrame],
-    sample_means: Maybe[pd.DataFrame],
-    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
-    expert_balance: Maybe[Balance],
-    job: Job,
-    late: LateRanks,
-) -> LateRanks:
-    """Find why the ranks compute longer, and save nothing where another rule answers for that."""
-    if late.cause != "computation":
-        return late
-    because = longer_because(workload.get(), sample_means, held_down, expert_balance, job, late.lead.ranks[0])
-    left = late.cut(0.0, f"{late.behind}, as {because.words}: see {because.owner}") if because.owner else late
-    return replace(left, because=because)
-
-
-def _uncrowded(sample_means: Maybe[pd.DataFrame], job: Job, late: LateRanks) -> LateRanks:
-    """Leave out what the ranks lack of cores that the others on their host have."""
-    lacks = without_core(sample_means, job, late.lead.ranks) if late.cause == "computation" else 0.0
-    why = f"{late.behind}, as it waits for a core for {percent(lacks)} more of the time than the job's other"
-    return late.cut(max(late.share - lacks, 0.0), f"{why} ranks on its host, which have it then")
 
 
 def without_core(sample_means: Maybe[pd.DataFrame], job: Job, late: tuple[int, ...]) -> float:
@@ -315,14 +303,6 @@ def without_core(sample_means: Maybe[pd.DataFrame], job: Job, late: tuple[int, .
     if not neighbours or not everywhere or outside(sampled) or not {*late, *neighbours} <= set(waited.index):
         return 0.0
     return max(float(waited[list(late)].mean() - waited[neighbours].mean()), 0.0)
-
-
-def _shared_out(late: LateRanks) -> LateRanks:
-    """Keep what sharing the work out evenly saves, where the late ranks have more of the model."""
-    if not late.because.shared:
-        return late
-    share = late.share * min(late.lead.shared_ns / late.lead.saving_ns, 1.0)
-    return late.cut(share, f"{late.behind}, as {late.because.words}; shared out evenly, that saves {percent(share)}")
 
 
 def longer_because(
@@ -392,13 +372,10 @@ def _sampled(sample_means: Maybe[pd.DataFrame], source: str, metric: str, late: 
 # percentiles of 400,000 simulated samples of so many normal values.
 _RANKS = (3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 80, 100)
 
-
 _Q = (0.941, 0.766, 0.641, 0.563, 0.508, 0.467, 0.411, 0.375, 0.330, 0.300, 0.280, 0.255, 0.224, 0.206, 0.195, 0.185)
 
-
 # Above a hundred ranks: so many standard deviations below the mean.
-SIGMAS = 3.0
-
+_SIGMAS_BELOW = 3.0
 
 # Fewer collectives than this show nothing.
 ENOUGH = 3
@@ -423,7 +400,7 @@ def short_collectives(
     groups = frame.groupby("instance")["dur_ns"]
     n, shortest, longest = groups.size(), groups.min(), groups.max()
     apart = (groups.nth(1).to_numpy() - shortest) / (longest - shortest).clip(lower=1.0) > np.interp(n, _RANKS, _Q)
-    far = shortest < groups.mean() - SIGMAS * groups.std(ddof=0)
+    far = shortest < groups.mean() - _SIGMAS_BELOW * groups.std(ddof=0)
     first = frame.groupby("instance")["rank"].first()
     outliers = first[far.where(n > _RANKS[-1], apart)]
     steps = window_steps.get().groupby("rank").size()
@@ -453,3 +430,87 @@ def outlier(short_collectives: Frame = needs(short_collectives), breakdown: Fram
     exposed_ns = pd.Series(part(breakdown, "communication"), dtype=float).reindex(short.index).fillna(0.0)
     waited = short["waited_ns"].clip(upper=exposed_ns).drop(index=late)
     return Outlier(late, short_collectives, float(waited.mean()), float(waited.min()))
+
+
+# A rank differs from the others if it is this far from the median: a share of the step, and standard deviations. These
+# are estimated from the median absolute deviation, which is 1/1.4826 standard deviations of normal values.
+_UNLIKE_SHARE = 0.02
+_UNLIKE_SIGMAS = 6.0
+_OF_DEVIATION = 1.4826
+
+# The fewest ranks, and the least share of those that should be alike, that make a group of their own.
+LEAST_RANKS = 8
+LEAST_SHARE = 0.05
+MOST_GROUPS = 4  # of those that should be alike
+
+# The categories in which a rank waits for others.
+_WAITING = ("pipeline_bubble",)
+
+
+@across_ranks
+def members(
+    breakdown: Frame = needs(breakdown),
+    own_time: Frame = needs(own_time),
+    pipelines: Maybe[Frame] = maybe(pipelines),
+    job: Job = needs(JOB),
+) -> tuple[Member, ...]:
+    """Return which ranks are alike, and in what the others differ; raise DoesNotApply with fewer than MANY ranks."""
+    if len(job.ranks) < MANY:
+        raise DoesNotApply(f"fewer than {MANY} ranks are looked at one by one")
+    parts = own_parts(breakdown, own_time)
+    step = float(parts.sum(axis=1).median())
+    parts = parts[[c for c in CATEGORIES if c not in _WAITING]]
+    stages = stages_of(pipelines.or_none())["stages"].reindex(parts.index)
+    found: list[Member] = []
+    for stage, mine in parts.groupby(stages.fillna(""), sort=True):
+        name = f"stage {stage}" if stage else "all ranks" if stages.isna().all() else "no stage"
+        found += _members(job, name, mine, step)
+    return tuple(sorted(found, key=lambda member: member.rank))
+
+
+def _members(job: Job, name: str, parts: pd.DataFrame, step: float) -> list[Member]:
+    """Return those of some ranks that should be alike."""
+    enough = max(LEAST_RANKS, LEAST_SHARE * len(parts))
+    found: list[Member] = []
+    left, usual = parts, parts.median()
+    for number in range(MOST_GROUPS):
+        middle, far = _far(left, step)
+        like = left.index[~far]
+        if len(like) < enough:
+            break
+        if not number:
+            group, usual = name, middle
+        else:
+            other = str((middle - usual).abs().idxmax())
+            group = f"{name}, {'more' if middle[other] > usual[other] else 'less'} {other.replace('_', ' ')}"
+        found += [Member(int(rank), settings.host(job, int(rank)), group) for rank in like]
+        left = left[far]
+        if len(left) < enough:
+            break
+    differ = left - usual
+    for rank in left.index:
+        # More of something is a reason, less of it a consequence.
+        most = str(
+            (differ.loc[rank] if differ.loc[rank].max() > _UNLIKE_SHARE * step else differ.loc[rank].abs()).idxmax()
+        )
+        found.append(
+            Member(
+                int(rank), settings.host(job, int(rank)), name, most, float(left.loc[rank, most]), float(usual[most])
+            )
+        )
+    return found
+
+
+def _far(parts: pd.DataFrame, step: float) -> tuple[pd.Series[float], pd.Series[bool]]:
+    """Return the median of ranks, and which are far from it in any part of the step."""
+    middle = parts.median()
+    away = (parts - middle).abs()
+    # A late rank exchanges for less time: a consequence.
+    away["communication"] = (parts["communication"] - middle["communication"]).clip(lower=0.0)
+    near = np.maximum(_UNLIKE_SHARE * step, _UNLIKE_SIGMAS * _OF_DEVIATION * away.median())
+    return middle, (away > near).any(axis=1)
+
+
+def members_of(members: Maybe[tuple[Member, ...]] = maybe(members)) -> tuple[Member, ...]:
+    """Return them for the result; () where the ranks are shown one by one, or it is not known."""
+    return members.or_none() or ()

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.communication.matching import waiting, waits
+from dlprof.analysis.communication.collectives import waiting, waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.step.breakdown import alone_usage, breakdown, part, steady_usage
 from dlprof.analysis.step.partition import host_phases
@@ -136,13 +136,13 @@ def _alone_shows(traced: pd.DataFrame, logged: pd.DataFrame, used: pd.DataFrame 
     What one short window shows must exceed what such windows show by chance, and the profiler takes memory, which costs
     one rank more than another: who is late is busy for longer in all steps too, or may be.
     """
-    few, every = lead(traced), lead(logged)
+    in_trace, every = lead(traced), lead(logged)
     if every.saving_ns >= NOTABLE_SHARE * every.step_ns and every.behind_ns >= LEAST_NOISE * every.noise_ns:
         return False
-    longer = lead(used, few.ranks) if used is not None else None
+    longer = lead(used, in_trace.ranks) if used is not None else None
     if longer and longer.behind_ns + LEAST_NOISE * longer.noise_ns < NOTABLE_SHARE:
         return False
-    return few.behind_ns >= SURE_NOISE * max(few.noise_ns, every.window_noise_ns)
+    return in_trace.behind_ns >= SURE_NOISE * max(in_trace.noise_ns, every.window_noise_ns)
 
 
 def _traced(waits: pd.DataFrame) -> pd.DataFrame:
@@ -196,6 +196,7 @@ def _at_means(series: pd.DataFrame, means: pd.Series[float]) -> pd.DataFrame:
 
 
 def _rows(frame: pd.DataFrame, source: str) -> pd.DataFrame:
+    """Return steps × ranks as the rows of `own_steps`."""
     rows = frame.rename_axis(index="step").reset_index().melt("step", var_name="rank", value_name="own_ns")
     return rows.astype({"rank": "int64"}).assign(source=source)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import transfers
 from dlprof.analysis.communication.collectives import NOBODY, window_steps
-from dlprof.analysis.communication.overlap import exposed_transfer
+from dlprof.analysis.communication.exchange_plans import exposed_transfer
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.machine.samples import sample_means
 from dlprof.analysis.step.savings import own_time

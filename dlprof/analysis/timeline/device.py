@@ -1,4 +1,13 @@
-"""What the device does, and when: computation, communication and copies as sets of time that partition its span."""
+"""What the device does, and when: computation, communication and copies as sets of time that partition its span; which
+call of the host launched each piece of work; and why the device idles.
+
+A launch is the runtime's or driver's call with the same correlation id, on whatever thread of the process. The nodes of
+a graph share the call that launched the graph.
+
+The work that ends a gap shows why the device had nothing to do. Launched after the device had run dry: until then the
+host was late. Launched before, and the gap is short: that is what starting a kernel takes. Else the work was queued and
+waited for something: an event of another stream, a function on the host, memory.
+"""
 
 from __future__ import annotations
 
@@ -102,3 +111,130 @@ def device_time(device_sets: DeviceSets = needs(device_sets)) -> pd.DataFrame:
     parts = ("computation", "communication", "exposed_communication", "copy", "exposed_copy")
     totals = {f"{part}_ns": iv.total(getattr(device_sets, part)) for part in parts}
     return pd.DataFrame([{"span_ns": span, **totals, "idle_ns": span - iv.total(device_sets.busy)}])
+
+
+# The time of a launch that the trace does not hold.
+UNKNOWN = np.iinfo(np.int64).max
+
+NOT_LINKED = (
+    "the trace does not link launches to kernels (ProfilerActivity.CUDA does so; with nsys, --trace=cuda; with"
+    " rocprofv3, --hip-trace)"
+)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The launch of each row of `device.device_work`, in its order, ns; UNKNOWN where the trace does not link it."""
+
+    called: NDArray[np.int64]  # start of the call
+    returned: NDArray[np.int64]  # end of the call
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """Which rows have their launch in the trace."""
+        known: NDArray[np.bool_] = self.called < UNKNOWN
+        return known
+
+
+@within_rank
+def launches(spans: Frame = needs(schema.SPANS), device_work: Frame = needs(device_work)) -> Launches:
+    """Return the launches of a rank's device work; of several calls with one id the first counts."""
+    ids, launch = spans["launch"].to_numpy(), device_work["launch"].to_numpy()
+    calls = np.flatnonzero(host.is_kind(spans, "runtime") & (ids >= 0))
+    if not len(calls):
+        return Launches(*[np.full(len(launch), UNKNOWN)] * 2)
+    calls = calls[np.argsort(ids[calls], kind="stable")]
+    at = calls[np.minimum(np.searchsorted(ids[calls], launch), len(calls) - 1)]
+    known, called = ids[at] == launch, spans["start_ns"].to_numpy()[at]
+    returned = called + spans["dur_ns"].to_numpy()[at]
+    return Launches(np.where(known, called, UNKNOWN), np.where(known, returned, UNKNOWN))
+
+
+@dataclass(frozen=True)
+class Queue:
+    """How much work was launched and had not begun, over time: the length from each instant on."""
+
+    at: NDArray[np.int64]  # ns, ascending
+    length: NDArray[np.int64]
+
+    def mean(self, start: int, end: int) -> float:
+        """Return the mean length between two instants; 0 where the queue is not known there."""
+        if end <= start or not len(self.at):
+            return 0.0
+        edges = np.clip(np.append(self.at, max(end, int(self.at[-1]))), start, end)
+        return float((np.diff(edges) * self.length).sum() / (end - start))
+
+
+@within_rank
+def launch_queue(launches: Launches = needs(launches), device_work: Frame = needs(device_work)) -> Queue:
+    """Return the length of a rank's launch queue: +1 at each launch, −1 when the work begins.
+
+    Work whose launch is unknown is not counted. A graph is one launch, which begins with its first node.
+    """
+    known = launches.known
+    called, of = np.unique(launches.called[known], return_inverse=True)
+    begun = np.full(len(called), UNKNOWN)
+    np.minimum.at(begun, of, device_work["start_ns"].to_numpy()[known])
+    at = np.concatenate((called, np.maximum(begun, called)))
+    order = np.argsort(at, kind="stable")
+    return Queue(at[order], np.cumsum(np.repeat((1, -1), len(called))[order]))
+
+
+# From one queued kernel to the next a device takes a few µs, tens where a trace's clock is coarse. What lasts longer is
+# a wait. From a launch on an idle device to the start of its kernel it takes somewhat more.
+LATENCY_NS = 20_000
+START_NS = 50_000
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The idle time of a rank's device from the start of its trace to the end, by cause; disjoint.
+
+    `late`: the host had not launched what came next. `latency`: launched, and about to start. `queued`: launched, and
+    waiting for something on the device. `assumed`: what of `late` comes before work whose launch is not in the trace;
+    that it is the host's is assumed.
+    """
+
+    late: iv.Intervals
+    latency: iv.Intervals
+    queued: iv.Intervals
+    assumed: iv.Intervals
+
+
+@within_rank
+def idle(
+    device_sets: DeviceSets = needs(device_sets),
+    spans: Frame = needs(schema.SPANS),
+    device_work: Frame = needs(device_work),
+    launches: Launches = needs(launches),
+) -> Idle:
+    """Return why the device idles; raise NotMeasured where the trace holds no work of a device."""
+    busy = device_sets.busy
+    start = spans["start_ns"].to_numpy()
+    begin, end = int(start[0]), int((start + spans["dur_ns"].to_numpy()).max())
+    gaps = iv.subtract(np.array([[begin, end]], dtype=np.int64), busy)
+    row = first_after(device_work, gaps)
+    returned = np.where(row >= 0, launches.returned[np.maximum(row, 0)], UNKNOWN)
+    # The later nodes of a graph were launched with the first one, whenever that call returns.
+    later = (row >= 0) & ~first_of_launch(device_work)[np.maximum(row, 0)] & (returned < UNKNOWN)
+    until = np.where(later, gaps[:, 0], np.clip(returned, gaps[:, 0], gaps[:, 1]))
+    late = np.column_stack((gaps[:, 0], until))[until > gaps[:, 0]]
+    waiting = iv.subtract(gaps, late)
+    launched_late = iv.holds(late, waiting[:, 0] - 1)
+    short = waiting[:, 1] - waiting[:, 0] <= np.where(launched_late, START_NS, LATENCY_NS)
+    return Idle(late, waiting[short], waiting[~short], gaps[returned == UNKNOWN])
+
+
+def first_of_launch(device_work: pd.DataFrame) -> NDArray[np.bool_]:
+    """Return which rows of the device's work are the first of what their launch launched."""
+    launch = device_work["launch"].to_numpy()
+    first = np.zeros(len(launch), dtype=bool)
+    first[np.unique(launch, return_index=True)[1]] = True  # rows are in order of their start
+    return first
+
+
+def first_after(device_work: pd.DataFrame, gaps: iv.Intervals) -> NDArray[np.int64]:
+    """Return the row of `device.device_work` that ended each gap; −1: none did."""
+    starts = device_work["start_ns"].to_numpy()
+    row = np.searchsorted(starts, gaps[:, 1], side="left")
+    return np.where(row < len(starts), row, -1)

@@ -84,11 +84,11 @@ def _texts(column: pd.Series[str]) -> list[str]:
 def _are(column: pd.Series[str], wanted: list[bool]) -> NDArray[np.bool_]:
     """Return for each value of a categorical column whether its category is wanted."""
     codes = cast("pd.Categorical", column.array).codes  # as they are: .cat makes a series of them
-    few = [code for code, yes in enumerate(wanted) if yes]
-    if len(few) > 5:
+    chosen = [code for code, yes in enumerate(wanted) if yes]
+    if len(chosen) > 5:
         return cast("NDArray[np.bool_]", np.asarray(wanted, dtype=bool)[codes])
     found = np.zeros(len(codes), dtype=bool)
-    for code in few:  # comparing all rows with one code takes a tenth of looking each row up
+    for code in chosen:  # comparing all rows with one code takes a tenth of looking each row up
         found |= codes == code
     return found
 

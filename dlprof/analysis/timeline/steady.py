@@ -136,8 +136,8 @@ def _stands_still(
         left = left - pd.Series(number).map(stalls.groupby("step")["dur_ns"].sum()).fillna(0.0).to_numpy(dtype=float)
     usual = float(np.median(dur[steady])) if steady.any() else np.inf
     found: NDArray[np.bool_] = steady & (left >= max(_STOOD_NS, _STANDS * usual))
-    few = int(found.sum()) <= min(_ACCIDENTS, int(steady.sum()) // 20)
-    if not few or float(dur[found].sum()) < _NOTICED * float(dur[steady].sum()):
+    rare = int(found.sum()) <= min(_ACCIDENTS, int(steady.sum()) // 20)
+    if not rare or float(dur[found].sum()) < _NOTICED * float(dur[steady].sum()):
         found[:] = False
     return found
 

@@ -177,8 +177,7 @@ def _study(
 ) -> None:
     """Read the runs, print and write the study; raise DlprofError if no run can be read."""
     from dlprof.analysis.compare.ladder import script_of
-    from dlprof.analysis.scaling.predictions import TARGETS, studied
-    from dlprof.analysis.scaling.replayed import replays_of
+    from dlprof.analysis.scaling.predictions import TARGETS, replays_of, studied
     from dlprof.analysis.scaling.study import Named, sizes
     from dlprof.commands.prove.compare import name_of, result_of
     from dlprof.commands.report import write_summary

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dlprof.errors import DlprofError
 from dlprof.read.limits import MOST_ROWS, limit, most_unpacked, too_many
-from dlprof.read.opening import open_file
+from dlprof.read.opening import gunzipped, open_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,12 +117,9 @@ class Database:
         try:
             yield from self._connection.execute(sql, args)
         except _ERRORS as e:
-            self._note(table, e)
-
-    def _note(self, table: str, error: Exception) -> None:
-        line = f"{self.name}: {table} cannot be read to its end ({error}): what comes before is used"
-        if line not in self.damage:
-            self.damage.append(line)
+            line = f"{self.name}: {table} cannot be read to its end ({e}): what comes before is used"
+            if line not in self.damage:
+                self.damage.append(line)
 
 
 def _quoted(name: str) -> str:
@@ -136,11 +133,7 @@ def _text(value: Any) -> str:
 def is_sqlite(path: Path) -> bool:
     """Return whether a file's first bytes, unpacked, are those of a SQLite database."""
     with open_file(path) as file:
-        head = file.read(_BLOCK)
-    if head.startswith(_GZIP):
-        with contextlib.suppress(zlib.error):
-            head = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head, 64)
-    return head.startswith(_MAGIC)
+        return gunzipped(file.read(_BLOCK), 64).startswith(_MAGIC)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -66,6 +67,22 @@ class Launched:
 def find(ranges: Ranges, launched: Launched) -> Steps | None:
     """Return the steps; None if nothing marks them."""
     return named(ranges, launched) or by_optimizer(ranges, launched)
+
+
+def traced_steps(
+    ranges: Ranges, kernels: Rows, calls: Rows, marks: str, base: int = 0
+) -> tuple[pd.DataFrame, dict[str, Any], list[str]]:
+    """Return the table of the traced steps, the fact of how they were found, and a warning if none were.
+
+    Without steps, the fact is the loop that recurs, if one does. `marks`: what would mark steps, for the warning.
+    `base` is added to times.
+    """
+    in_order = launched(kernels, calls)
+    found = find(ranges, in_order)
+    if found is not None:
+        return table(found, base), {"steps_by": f"{found.way} ({found.sure})"}, []
+    again = loop(in_order)
+    return table(None), {"loop": again.fact} if again else {}, [none_found(again, marks)]
 
 
 def by_optimizer(ranges: Ranges, launched: Launched) -> Steps | None:

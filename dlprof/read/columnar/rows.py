@@ -1,4 +1,9 @@
-"""Rows of a trace as columns, and the table of spans made from them."""
+"""Rows of a trace as columns, the table of spans made from them, and the clock of its device.
+
+A profiler converts the timestamps of the device to the clock of the host, and some conversions fail: work then begins
+before it was launched, or a copy that its call waited for ends long after that call. `aligned` checks that, and
+corrects it where the trace says by how much.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ from numpy.typing import NDArray
 from dlprof import schema
 from dlprof.read.columnar.database import MISSING
 from dlprof.read.kineto.patterns import collective_of, kind_of
-
-_LONGEST_NS = 10 * 366 * 86_400 * 10**9
+from dlprof.read.limits import LONGEST_NS
+from dlprof.units import duration
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,13 @@ def spans_of(every: Sequence[Rows], main: int, base: int = 0) -> tuple[pd.DataFr
     In order of start, the longer first. `main`: the rank's device. `base`: ns added to all times.
     """
     keep = [
-        np.flatnonzero((r.start != MISSING) & (r.end >= r.start) & (r.end - r.start <= _LONGEST_NS) & _fits(r, base))
+        np.flatnonzero(
+            # With the base added, times still fit into 64 bits.
+            (r.start != MISSING)
+            & (np.abs(r.start) < 2**62 - base)
+            & (r.end >= r.start)
+            & (r.end - r.start <= LONGEST_NS)
+        )
         for r in every
     ]
     lost = sum(len(r.start) - len(k) for r, k in zip(every, keep, strict=True))
@@ -111,17 +122,17 @@ def spans_of(every: Sequence[Rows], main: int, base: int = 0) -> tuple[pd.DataFr
     size = column(lambda r: r.bytes if len(r.bytes) else np.full(len(r.name), -1, dtype=np.int64))[order]
     columns = {
         "lane": _lanes(column(lambda r: r.device)[order], column(lambda r: r.stream)[order], max(main, 0)),
-        "kind": _coded(kinds, of, schema.KINDS),
-        "name": _coded(texts, of),
+        "kind": coded(kinds, of, schema.KINDS),
+        "name": coded(texts, of),
         "start_ns": start[order] + base,
         "dur_ns": (end - start)[order],
         "launch": column(lambda r: r.launch)[order],
         "bytes": size,
-        "copy": _coded([d[0] for d in directions], of),
-        "memory": _coded([d[1] for d in directions], of),
-        "collective": _coded(collectives, of),
-        **{name: _coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("group", "communicator")},
-        **{name: _coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("dtype", "shape", "forward_thread")},
+        "copy": coded([d[0] for d in directions], of),
+        "memory": coded([d[1] for d in directions], of),
+        "collective": coded(collectives, of),
+        **{name: coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("group", "communicator")},
+        **{name: coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("dtype", "shape", "forward_thread")},
         "sequence": nothing,
         "peer": nothing.copy(),
         "autograd": nothing.copy(),
@@ -129,19 +140,13 @@ def spans_of(every: Sequence[Rows], main: int, base: int = 0) -> tuple[pd.DataFr
     return pd.DataFrame({name: columns[name] for name in schema.SPANS}, copy=False), lost
 
 
-def _fits(rows: Rows, base: int) -> NDArray[np.bool_]:
-    """Return which starts still fit into 64 bits after the base is added."""
-    fits: NDArray[np.bool_] = np.abs(rows.start) < 2**62 - base
-    return fits
-
-
 def _lanes(device: NDArray[np.int64], stream: NDArray[np.int64], main: int) -> Any:
     pairs, of = np.unique(np.column_stack((device, stream)), axis=0, return_inverse=True)
     names = [f"{'host' if d < 0 else 'device' if d == main else f'device{d}'}:{number}" for d, number in pairs.tolist()]
-    return _coded(names, of.reshape(-1))
+    return coded(names, of.reshape(-1))
 
 
-def _coded(texts: Sequence[str], of: NDArray[np.int64], categories: Sequence[str] = ()) -> Any:
+def coded(texts: Sequence[str], of: NDArray[Any], categories: Sequence[str] = ()) -> Any:
     """Return a categorical from indices into `texts`, which may repeat; only used texts become categories."""
     used = np.flatnonzero(np.bincount(of, minlength=len(texts)))
     chosen = list(categories) or sorted({texts[i] for i in used.tolist()})
@@ -154,9 +159,7 @@ def _coded(texts: Sequence[str], of: NDArray[np.int64], categories: Sequence[str
 # What torch.autograd.profiler.emit_nvtx appends to an operator's name.
 SAID = (", seq = ", ", op_id = ", ", sizes = ", ", input_op_ids = ")
 
-
 OPERATOR = re.compile("|".join(map(re.escape, SAID)))
-
 
 LONGEST = 2_000  # characters of a name
 
@@ -165,3 +168,102 @@ def split(text: str) -> tuple[bool, str]:
     """Return whether a text is a PyTorch operator, and its name."""
     found = OPERATOR.search(text)
     return found is not None, (text[: found.start()] if found else text)[:LONGEST]
+
+
+# Conversions are good to some tens of µs. From here on the order of host and device is not what it was.
+_EARLY_NS = 100_000
+_LATE_NS = 2_000_000
+
+# So many pairs say something, so many are looked at, and of the early ones there are at least so many.
+_FEWEST, _MOST, _SHARE = 5, 20_000, 0.2
+
+# Copies agree on a constant difference if the middle half of them lies within this, or this share of the difference.
+_AGREE_NS, _AGREE = 200_000, 0.02
+
+# What was launched within some time runs within as long, but for what is queued; not this many times (units differ by
+# 1,000).
+_RATE = 200.0
+
+_UNLINKED = "what the device waited for is not known, and launches are not linked to its work"
+
+
+def aligned(spans: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Return the spans with the device's clock on the host's, and what was wrong with it.
+
+    Copies from the device into pageable memory end when their calls do: where they agree on another difference, the
+    device's times are corrected by it. Where they do not, or there are none, no launch is linked to the device's work.
+    """
+    kind = spans["kind"].cat
+    of = {name: code for code, name in enumerate(kind.categories)}
+    codes, launch = kind.codes.to_numpy(), spans["launch"].to_numpy()
+    lanes = spans["lane"].cat
+    on_device = np.array([str(name).startswith("device") for name in lanes.categories], dtype=bool)
+    device = on_device[lanes.codes.to_numpy()]
+    linked = np.flatnonzero(device & (launch >= 0))
+    calls = np.flatnonzero((codes == of.get("runtime", -1)) & (launch >= 0))
+    if len(linked) < _FEWEST or not len(calls):
+        return spans, []
+    start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
+    blocking = linked[(codes == of.get("copy", -1))[linked]]
+    # Of copies from the device into pageable memory the calls return when they are done.
+    copied = spans.iloc[blocking]
+    blocking = blocking[((copied["copy"] == "DtoH") & (copied["memory"] == "pageable")).to_numpy(dtype=bool)]
+    rows, at = _calls_of(linked[:: -(-len(linked) // _MOST)], calls, launch)
+    if len(rows) < _FEWEST:
+        return spans, []
+    lag = start[rows] - start[at]
+    late, late_at = _calls_of(blocking[:_MOST], calls, launch)
+    after = start[late] + dur[late] - (start[late_at] + dur[late_at])
+    wrong = _wrong(lag, after, start[rows], start[at])
+    if not wrong:
+        return spans, []
+    if len(after) >= _FEWEST:
+        low, middle, high = np.quantile(after, (0.25, 0.5, 0.75)).astype(np.int64).tolist()
+        if high - low <= max(_AGREE_NS, _AGREE * abs(middle)):
+            moved = _shifted(spans, device, -middle)
+            return moved, [
+                f"the device's clock is {duration(abs(middle))} {'ahead of' if middle > 0 else 'behind'} the host's:"
+                f" {wrong}; corrected by {len(after)} copies whose calls waited for them"
+            ]
+    moved = (
+        _shifted(spans, device, -int(np.quantile(lag, 0.01))) if (lag < -_EARLY_NS).any() else spans.copy(deep=False)
+    )
+    moved["launch"] = np.where(device, -1, launch)
+    return moved, [f"the clocks of host and device do not fit: {wrong}; {_UNLINKED}"]
+
+
+def _calls_of(
+    rows: NDArray[np.int64], calls: NDArray[np.int64], launch: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return those rows of device work whose call is known, and the first call of each."""
+    mine = calls[np.isin(launch[calls], launch[rows])]
+    ids, first = np.unique(launch[mine], return_index=True)
+    if not len(ids):
+        return rows[:0], rows[:0]
+    place = np.minimum(np.searchsorted(ids, launch[rows]), len(ids) - 1)
+    known = ids[place] == launch[rows]
+    return rows[known], mine[first[place[known]]]
+
+
+def _wrong(
+    lag: NDArray[np.int64], after: NDArray[np.int64], start: NDArray[np.int64], called: NDArray[np.int64]
+) -> str:
+    """Return what cannot be; "" where all can."""
+    if len(after) >= _FEWEST and (late := int(np.median(after))) > _LATE_NS:
+        return f"copies that their calls wait for end {duration(late)} after these"
+    early = lag < -_EARLY_NS
+    if early.mean() > _SHARE:
+        return f"work begins {duration(-int(np.median(lag[early])))} before it is launched"
+    order = np.argsort(called, kind="stable")
+    first, last = order[len(order) // 10], order[-1 - len(order) // 10]
+    passed, took = int(called[last] - called[first]), abs(int(start[last] - start[first]))
+    if len(order) >= 100 and passed > 0 and not passed / _RATE <= took <= passed * _RATE:
+        return f"what was launched within {duration(passed)} runs within {duration(took)}"
+    return ""
+
+
+def _shifted(spans: pd.DataFrame, device: NDArray[np.bool_], by: int) -> pd.DataFrame:
+    """Return the spans in order of start, the device's moved by so many ns."""
+    start = np.where(device, spans["start_ns"].to_numpy() + by, spans["start_ns"].to_numpy())
+    order = np.lexsort((-spans["dur_ns"].to_numpy(), start))
+    return spans.assign(start_ns=start).iloc[order].reset_index(drop=True)

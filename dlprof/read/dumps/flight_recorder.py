@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read.dumps import plain_pickle
+from dlprof.read.dumps import pickles
+from dlprof.read.dumps.pickles import Columns, Sites
 from dlprof.read.formats import Format, Head, Part
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.limits import MOST_ENTRIES, MOST_RANKS, limit
@@ -32,7 +32,7 @@ _RANKS = re.compile(r"\s*\[([\d,\s]*)\]\s*")
 def recognise(head: Head) -> Sequence[Part]:
     """Return one part if a file is a pickle or JSON with the recorder's entries. Only its name holds the rank."""
     start = head.start
-    if plain_pickle.is_pickle(start):
+    if pickles.is_pickle(start):
         mine = b"pg_config" in start or (b"profiling_name" in start and b"record_id" in start)
     else:
         names = head.first if head.opens in ("{", "[") else b""
@@ -57,19 +57,20 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     issued. A file that is cut off is read up to the cut. Raises DlprofError if it is no such dump, or holds more than
     plain data.
     """
-    data, cut = plain_pickle.bytes_of(path)
+    data, cut = pickles.bytes_of(path)
     try:
-        held, ends = plain_pickle.load(data) if plain_pickle.is_pickle(data[:4]) else _json(data)
-    except plain_pickle.NotPlain as e:
+        held, ends = pickles.load(data) if pickles.is_pickle(data[:4]) else _json(data)
+    except pickles.NotPlain as e:
         raise DlprofError(f"{path}: not read as a dump of the flight recorder: {e}") from None
     entries = held if isinstance(held, list) else held.get("entries") if isinstance(held, dict) else None
     if not isinstance(entries, list):
         raise DlprofError(f"{path}: no dump of the flight recorder: it has no entries")
-    from dlprof.read.dumps.frames import Sites
-
     sites = Sites()
     most = limit(MOST_ENTRIES)
-    rows = [row for entry in entries[:most] if (row := _row(entry, sites)) is not None]
+    columns = Columns("recorder_calls")
+    for entry in entries[:most]:
+        if (row := _row(entry, sites)) is not None:
+            columns.add(row)
     warnings = []
     if cut or ends:
         warnings.append(f"{path.name}: its end is missing: what comes before is used")
@@ -77,7 +78,7 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
         warnings.append(
             f"{path.name}: holds more than {most:,} collectives: the first are used (--no-limits reads all)"
         )
-    bad = min(len(entries), most) - len(rows)
+    bad = min(len(entries), most) - columns.count
     if bad > 0:
         warnings.append(f"{path.name}: {bad:,} malformed entries are left out")
     about = held if isinstance(held, dict) else {}
@@ -92,21 +93,7 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     }
     if world:
         facts["world_size"] = world
-    return Reading({"recorder_calls": _frame(rows)}, facts, tuple(warnings))
-
-
-def _frame(rows: list[tuple[Any, ...]]) -> Any:
-    import numpy as np
-    import pandas as pd
-
-    columns = list(zip(*rows, strict=True)) or [()] * len(schema.RECORDER_CALLS)
-    made = {
-        name: pd.Series(pd.Categorical(values) if values else [], dtype=schema.CATEGORY if not values else None)
-        if dtype == schema.CATEGORY
-        else np.array(values, dtype=dtype)
-        for (name, dtype), values in zip(schema.RECORDER_CALLS.items(), columns, strict=True)
-    }
-    return schema.check("recorder_calls", pd.DataFrame(made))
+    return Reading({"recorder_calls": columns.frame()}, facts, tuple(warnings))
 
 
 def _json(data: bytes) -> tuple[Any, bool]:
@@ -115,7 +102,7 @@ def _json(data: bytes) -> tuple[Any, bool]:
     try:
         return json.loads(text), False
     except RecursionError:
-        raise plain_pickle.NotPlain("collections within each other, too many") from None
+        raise pickles.NotPlain("collections within each other, too many") from None
     except ValueError:
         pass
     begin = re.search(r'"entries"\s*:\s*\[', text)
@@ -129,7 +116,7 @@ def _json(data: bytes) -> tuple[Any, bool]:
             break
         entries.append(entry)
     if not entries:
-        raise plain_pickle.NotPlain("broken JSON")
+        raise pickles.NotPlain("broken JSON")
     return {"entries": entries}, True
 
 

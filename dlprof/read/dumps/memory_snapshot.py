@@ -6,13 +6,13 @@ What it holds at the moment is in `segments`, of any version; what happened befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read.dumps import plain_pickle
+from dlprof.read.dumps import pickles
+from dlprof.read.dumps.pickles import Columns, Sites
 from dlprof.read.formats import Format, Head, Part
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.limits import MOST_ROWS, limit, too_many
@@ -21,11 +21,9 @@ from dlprof.read.sources import Reading
 if TYPE_CHECKING:
     import pandas as pd
 
-ACTIONS = frozenset(
-    (
-        *("alloc", "free_requested", "free_completed", "oom", "snapshot"),
-        *("segment_alloc", "segment_free", "segment_map", "segment_unmap"),
-    )
+ACTIONS = (
+    *("alloc", "free_requested", "free_completed", "oom", "snapshot"),
+    *("segment_alloc", "segment_free", "segment_map", "segment_unmap"),
 )
 STATES = ("active_allocated", "active_awaiting_free", "inactive")
 
@@ -34,7 +32,7 @@ _LARGEST = 1 << 62
 
 def recognise(head: Head) -> Sequence[Part]:
     """Return one part where a file is a pickle that begins with the allocator's segments."""
-    if not plain_pickle.is_pickle(head.start):
+    if not pickles.is_pickle(head.start):
         return ()
     start = head.start
     mine = (b"segments" in start and b"segment_type" in start) or (b"device_traces" in start)
@@ -48,23 +46,21 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     A file that is cut off is read up to the cut. Raises DlprofError if it is no such snapshot, or holds
     more than plain data.
     """
-    data, cut = plain_pickle.bytes_of(path)
+    data, cut = pickles.bytes_of(path)
     try:
-        held, ends = plain_pickle.load(data)
-    except plain_pickle.NotPlain as e:
+        held, ends = pickles.load(data)
+    except pickles.NotPlain as e:
         raise DlprofError(f"{path}: not read as a memory snapshot: {e}") from None
     segments = held if isinstance(held, list) else held.get("segments") if isinstance(held, dict) else None
     traces = held.get("device_traces") if isinstance(held, dict) else None
     if not isinstance(segments, list) or not (segments or traces):
         raise DlprofError(f"{path}: a pickle, and no memory snapshot: it has no segments")
-    from dlprof.read.dumps.frames import Sites
-
     sites = Sites()
     left = [limit(MOST_ROWS)]
-    blocks = _Columns(schema.MEMORY_BLOCKS)
+    blocks = Columns("memory_blocks")
     for row in _blocks(segments, sites, left):
         blocks.add(row)
-    events = _Columns(schema.MEMORY_EVENTS)
+    events = Columns("memory_events")
     for row in _events(traces if isinstance(traces, list) else [], sites, left):
         events.add(row)
     warnings = []
@@ -72,10 +68,10 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
         warnings.append(f"{path.name}: its end is missing: what comes before is used")
     if left[0] <= 0:
         warnings.append(too_many(path, "events and blocks", MOST_ROWS))
-    tables: dict[str, pd.DataFrame] = {"memory_blocks": blocks.frame("memory_blocks")}
+    tables: dict[str, pd.DataFrame] = {"memory_blocks": blocks.frame()}
     lacks = {}
     if events.count:
-        tables["memory_events"] = events.frame("memory_events")
+        tables["memory_events"] = events.frame()
     else:
         lacks["memory_events"] = (
             "the snapshot has no events (torch.cuda.memory._record_memory_history() before the first step brings them)"
@@ -83,44 +79,9 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     return Reading(tables, {"allocator": _settings(held)}, tuple(warnings), lacks)
 
 
-class _Columns:
-    """Collects the rows of a table, column by column."""
-
-    def __init__(self, columns: Mapping[str, str]) -> None:
-        self._columns = columns
-        self._rows: list[list[Any]] = [[] for _ in columns]
-        self._add = [rows.append for rows in self._rows]
-        self.count = 0
-
-    def add(self, row: tuple[Any, ...]) -> None:
-        """Add a row, a value for each column."""
-        for add, value in zip(self._add, row, strict=True):
-            add(value)
-        self.count += 1
-
-    def frame(self, table: str) -> pd.DataFrame:
-        """Return the table."""
-        import numpy as np
-        import pandas as pd
-
-        made = {
-            name: pd.Categorical(rows) if dtype == schema.CATEGORY else np.array(rows, dtype=dtype)
-            for (name, dtype), rows in zip(self._columns.items(), self._rows, strict=True)
-        }
-        frame = pd.DataFrame(made)
-        for name, dtype in self._columns.items():
-            if dtype == schema.CATEGORY and not len(frame):
-                frame[name] = pd.Series([], dtype=schema.CATEGORY)
-        return schema.check(table, frame)
-
-
 def _number(value: Any) -> int:
     """Return an integer that a table can hold; −1 of anything else."""
     return value if type(value) is int and -_LARGEST < value < _LARGEST else -1
-
-
-def _known(action: Any) -> bool:
-    return isinstance(action, str) and action in ACTIONS
 
 
 def _pool(value: Any) -> str:
@@ -137,14 +98,8 @@ def _blocks(segments: list[Any], sites: Any, left: list[int]) -> Iterator[tuple[
             continue
         device, stream = _number(segment.get("device", 0)), _number(segment.get("stream"))
         base, size = _number(segment.get("address", 0)), _number(segment.get("total_size"))
-        of = (
-            device,
-            base,
-            size,
-            stream,
-            _pool(segment.get("segment_pool_id")),
-            int(bool(segment.get("is_expandable"))),
-        )
+        pool, expandable = _pool(segment.get("segment_pool_id")), int(bool(segment.get("is_expandable")))
+        of = (device, base, size, stream, pool, expandable)
         at = base
         blocks = segment.get("blocks")
         for block in blocks if isinstance(blocks, list) else ():
@@ -177,7 +132,7 @@ def _events(traces: list[Any], sites: Any, left: list[int]) -> Iterator[tuple[An
             left[0] -= 1
             if left[0] <= 0:
                 return
-            if not isinstance(event, dict) or not _known(event.get("action")):
+            if not isinstance(event, dict) or event.get("action") not in ACTIONS:
                 continue
             at = event.get("time_us")
             category = event.get("category")

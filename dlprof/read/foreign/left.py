@@ -23,18 +23,10 @@ def _json(*patterns: str) -> Callable[[Head], Sequence[Part]]:
 _PACKET = re.compile(rb"\n[\x80-\xff]{0,3}[\x01-\x7f](?:[\x12\x18\x32\x40\x50\x5a\x62\x68]|[\x80-\xff][\x02-\x05])")
 
 
-def _perfetto(head: Head) -> Sequence[Part]:
-    return WHOLE if not head.is_text and _PACKET.match(head.start) else ()
-
-
 # A plane of a host, a device or the compiler's modules: its number, if any, and its name.
 _PLANE = re.compile(
     rb"\n[\x80-\xff]{0,4}[\x01-\x7f](?:\x08[\x80-\xff]{0,9}[\x00-\x7f])?\x12[\x05-\x7f]/(?:host|device|task)[:-]"
 )
-
-
-def _xspace(head: Head) -> Sequence[Part]:
-    return WHOLE if _PLANE.match(head.start) else ()
 
 
 FORMAT = (
@@ -60,7 +52,7 @@ FORMAT = (
         name="xspace",
         title="XSpace of JAX, XLA or TensorFlow (`.xplane.pb`)",
         recognised="protobuf that begins with a plane named `/host:…` or `/device:…`",
-        recognise=_xspace,
+        recognise=lambda head: WHOLE if _PLANE.match(head.start) else (),
         left="dlprof reads traces of PyTorch jobs; XProf (`xprof --logdir DIR`) shows this one, and PyTorch/XLA writes"
         " it, too",
     ),
@@ -96,7 +88,7 @@ FORMAT = (
         name="perfetto",
         title="Perfetto trace",
         recognised="protobuf that begins with a packet of a trace",
-        recognise=_perfetto,
+        recognise=lambda head: WHOLE if not head.is_text and _PACKET.match(head.start) else (),
         left="have its tool write another format (rocprofv3: `--output-format rocpd`), or make JSON of it:"
         " `traceconv json FILE FILE.json`",
         seen=False,

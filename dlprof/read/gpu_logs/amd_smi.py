@@ -82,7 +82,7 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     return found.reading()
 
 
-def _metrics(values: Iterable[tuple[str, str]]) -> Iterator[tuple[str, float | None]]:
+def _metrics(values: Iterable[tuple[str, str]]) -> Iterator[tuple[str, float]]:
     """Return the metrics of a GPU's named values; of several names of a metric the first in _METRICS."""
     known = {name.strip().lower(): value for name, value in values}
     done: set[str] = set()

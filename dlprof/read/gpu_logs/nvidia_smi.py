@@ -6,12 +6,12 @@ With or without units and header, of one GPU or several, once or repeated, with 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dlprof.errors import DlprofError
 from dlprof.read.formats import Format, beginning
-from dlprof.read.gpu_logs.readings import Readings, lines_in, number, time_of
+from dlprof.read.gpu_logs.readings import Readings, lines_in, number, scaled, time_of
 from dlprof.read.sources import Reading
 
 # Property → metric of the table "samples", and its scale. With --format=csv,nounits the values are in the same units.
@@ -62,9 +62,6 @@ _RECORD = (
     " --format=csv -lms 500 > gpus.csv"
 )
 
-# What nvidia-smi writes for a value that a GPU lacks.
-_NONE = ("[N/A]", "N/A", "[Not Supported]", "[Unknown Error]", "[GPU is lost]", "[Insufficient Permissions]")
-
 # nvidia-smi knows fewer properties.
 _MOST_COLUMNS = 300
 
@@ -107,7 +104,7 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
             continue
         row = dict(zip(names, words, strict=True))
         gpu = next((row[name] for name in _NAMES if row.get(name)), "")
-        found.add(gpu, row.get("timestamp", ""), _values(row))
+        found.add(gpu, row.get("timestamp", ""), _values(row).items())
     if found is None:
         raise DlprofError(f"{path}: not a log of nvidia-smi --query-gpu --format=csv")
     reading = found.reading()
@@ -147,18 +144,12 @@ def _headless(words: Sequence[str]) -> list[str]:
     return names if "timestamp" in names and "utilization.gpu" in names else []
 
 
-def _values(row: Mapping[str, str]) -> Iterator[tuple[str, float | None]]:
-    done: set[str] = set()
-    for name, word in row.items():
-        if name in _METRICS and word not in _NONE:
-            metric, scale = _METRICS[name]
-            value = number(word)
-            if value is not None and metric not in done:
-                done.add(metric)
-                yield metric, value * scale
+def _values(row: Mapping[str, str]) -> Mapping[str, float]:
+    values = dict(scaled(row.items(), _METRICS))
     flags = {name: row[name].lower() for name in _REASONS if row.get(name, "").lower() in ("active", "not active")}
-    if flags and "clock_reasons_bits" not in done:
-        yield "clock_reasons_bits", float(sum(_REASONS[name] for name, word in flags.items() if word == "active"))
+    if flags:
+        values.setdefault("clock_reasons_bits", sum(_REASONS[name] for name, word in flags.items() if word == "active"))
+    return values
 
 
 FORMAT = Format(

@@ -1,16 +1,20 @@
-"""What the readers of GPU logs share: numbers with units, times of every kind, and the table that they end in."""
+"""What the readers of GPU logs share: numbers with units, times of every kind, and the table that they end in.
+
+Also reads a sampler's log of dlprof (gpu.jsonl, host.jsonl, processes.jsonl) outside its run.
+"""
 
 from __future__ import annotations
 
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlprof.errors import DlprofError
+from dlprof.read.formats import Format, beginning
 from dlprof.read.limits import MOST_LINE, MOST_ROWS, limit, too_many
 from dlprof.read.opening import NO_LINE, UTF16, lines_of, open_file
 from dlprof.read.sources import Reading
@@ -62,6 +66,20 @@ def number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def scaled(words: Iterable[tuple[str, str]], metrics: Mapping[str, tuple[str, float]]) -> Iterator[tuple[str, float]]:
+    """Yield metric and value of each named word that is a number; of several of one metric, the first.
+
+    `metrics`: name → metric of the table "samples", and its scale.
+    """
+    done: set[str] = set()
+    for name, word in words:
+        metric, scale = metrics.get(name, ("", 0.0))
+        value = number(word) if metric and metric not in done else None
+        if value is not None:
+            done.add(metric)
+            yield metric, value * scale
+
+
 def time_of(text: str) -> tuple[int, str] | None:
     """Return a time in ns and which of ZONE, LOCAL and DAY it is; DAY: since midnight. None: it is no time."""
     text = text.strip()
@@ -84,15 +102,12 @@ def time_of(text: str) -> tuple[int, str] | None:
     if "-" not in text:
         return None
     try:
-        at = datetime.fromisoformat(_six_digits(text.replace("Z", "+00:00") if text.endswith("Z") else text))
+        # `date --iso-8601=ns` writes nanoseconds after a comma; Python reads six digits.
+        text = re.sub(r"[.,](\d{1,6})\d*", lambda found: f".{found[1]:0<6}", text, count=1)
+        at = datetime.fromisoformat(text.replace("Z", "+00:00") if text.endswith("Z") else text)
     except ValueError:
         return None
     return _ns(at), LOCAL if at.tzinfo is None else ZONE
-
-
-def _six_digits(text: str) -> str:
-    """Convert `date --iso-8601=ns`, with nanoseconds after a comma, to what Python can read."""
-    return re.sub(r"[.,](\d{1,6})\d*", lambda found: f".{found[1]:0<6}", text, count=1)
 
 
 def _ns(at: datetime) -> int:
@@ -119,7 +134,7 @@ class Readings:
         self._rows = 0
         self._full = False
 
-    def add(self, gpu: str, at: str, values: Iterable[tuple[str, float | None]]) -> None:
+    def add(self, gpu: str, at: str, values: Iterable[tuple[str, float]]) -> None:
         """Take the readings of one GPU at one time; a time that is none makes them bad."""
         if self._timed:
             when = time_of(at)
@@ -135,11 +150,10 @@ class Readings:
             self._full = True
             return
         for metric, value in values:
-            if value is not None:
-                times, found = self._found.setdefault((f"{self.tool} {gpu}".strip(), metric), ([], []))
-                times.append(at_ns)
-                found.append(value)
-                self._rows += 1
+            times, found = self._found.setdefault((f"{self.tool} {gpu}".strip(), metric), ([], []))
+            times.append(at_ns)
+            found.append(value)
+            self._rows += 1
 
     def _of_day(self, at: int) -> int:
         """Return a time of day with the midnights that the log has passed."""
@@ -168,3 +182,38 @@ class Readings:
             {f"log {self.path.name}": {"sources": names, "times": kind}},
             tuple(warnings),
         )
+
+
+# A line of a sampler begins with its clock; what else is in it says which sampler it is.
+_LINE = re.compile(rb'\s*\{\s*"at_ns"\s*:\s*\d{15,19}\s*,[^\n]*"(busy_share|power_w|core_percent|rss_bytes)"')
+_SOURCES = {b"busy_share": "gpu", b"power_w": "gpu", b"core_percent": "host", b"rss_bytes": "processes"}
+
+
+def begins(head: bytes) -> bool:
+    """Return whether a file begins with a line of such a log."""
+    return _LINE.match(head) is not None
+
+
+def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
+    """Return rows of the table "samples"; raises DlprofError if the file cannot be read or is no such log."""
+    from dlprof.read.logs import samples
+
+    with open_file(path) as file:
+        found = _LINE.match(file.read(1 << 16))
+    source = _SOURCES[found[1]] if found else "gpu"
+    reading = samples(path, source)
+    facts = {f"log {path.name}": {"sources": [source], "times": ZONE}}
+    return Reading(reading.tables, facts, reading.warnings)
+
+
+FORMAT = Format(
+    name="sampled",
+    title="samples of dlprof",
+    recognised="lines of JSON with at_ns and a metric of a sampler",
+    recognise=beginning(begins),
+    read=read,
+    tables=("samples",),
+    brings="what dlprof sampled of GPUs, host or processes, outside its run",
+    record="dlprof wrap train.py",
+    of_host=True,
+)

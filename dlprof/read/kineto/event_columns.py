@@ -1,20 +1,23 @@
 """Decodes one torch-profiler trace into plain columns, and classifies each event.
 
 It needs NumPy but no pandas, so that a trace can be decoded while another process still imports pandas (prefetch.py).
-`Collectives` collects the collectives: verb, group, bytes, order, and peers.
+`Collectives` collects the collectives: verb, group, bytes, order, and peers. `Numbers` collects the sequence numbers of
+autograd, which show the operator that a backward function belongs to. Few measures need them: they are decoded only
+once a trace names a module, or an operator with which a script may have printed something.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +26,6 @@ from numpy.typing import NDArray
 from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read import limits
-from dlprof.read.kineto.autograd import Made, Numbers
 from dlprof.read.kineto.events import (
     BEGINS,
     ENDS,
@@ -39,13 +41,14 @@ from dlprof.read.kineto.events import (
     integer,
     integers,
     links,
+    made,
     nanoseconds,
     numbers_in,
     numbers_of,
     shapes_in,
     tensors,
 )
-from dlprof.read.kineto.headers import groups_in
+from dlprof.read.kineto.format import groups_in
 from dlprof.read.kineto.json_stream import TraceFile, plain
 from dlprof.read.kineto.patterns import (
     FUNCTION,
@@ -63,8 +66,6 @@ _HALVES = frozenset(BEGINS + ENDS)
 KIND = {kind: code for code, kind in enumerate(schema.KINDS)}
 _NO_KIND = -1
 Processes = frozenset[Scalar] | None  # the processes to read events of; None: all
-# A trace of ten years is a broken clock.
-_LONGEST_NS = 10 * 366 * 86_400 * 10**9
 
 
 class Names(dict[tuple[str, str], int]):
@@ -169,12 +170,20 @@ class Rows:
 
 def decode(path: Path, processes: Processes = None) -> Rows:
     """Return the rows of a file, or of some of its processes; raise DlprofError if it is no trace or unreadable."""
+    with no_garbage_collection():
+        try:
+            return _decoded(path, processes, exact=False)
+        except BlurredTimes:
+            return _decoded(path, processes, exact=True)
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage, which would cost half of the time: there are very many objects, and no cycles."""
     was_on = gc.isenabled()
-    gc.disable()  # collecting garbage would cost half of the time: there are very many objects, and no cycles
+    gc.disable()
     try:
-        return _decoded(path, processes, exact=False)
-    except BlurredTimes:
-        return _decoded(path, processes, exact=True)
+        yield
     finally:
         if was_on:
             gc.enable()
@@ -307,7 +316,7 @@ class Reader:
         start = exact_nanoseconds([e.ts for e in events])
         dur = nanoseconds([e.dur for e in events])
         kind = np.array(names.kind, dtype=np.int8)[what]
-        known, timed, lasting = kind != _NO_KIND, start != NO_TIME, (dur >= 0) & (dur <= _LONGEST_NS)
+        known, timed, lasting = kind != _NO_KIND, start != NO_TIME, (dur >= 0) & (dur <= limits.LONGEST_NS)
         for i in np.flatnonzero(~known).tolist():
             if not NO_ROWS.fullmatch(events[i].cat):
                 self.unknown[events[i].cat or "none"] += 1
@@ -392,7 +401,6 @@ class Reader:
 
 # How torch names what NCCL sends from one rank of a group to another: nccl:send 0->1, nccl:recv 1<-0.
 _PAIR = re.compile(r"^nccl:(?:send|recv) \d{1,6}(?:->|<-)(\d{1,6})$")
-
 
 # No rank sends so many rows, nor elements.
 _MOST_ROWS = 1 << 48
@@ -505,3 +513,70 @@ def _input(args: Args) -> tuple[int, str]:
     if not inputs:
         return -1, ""
     return sum(math.prod(shape) * width for shape, _, width in inputs), inputs[0][1]
+
+
+# Separates the args of two events; no JSON contains it.
+_APART = b"\0"
+
+# Args with a number have this key. Operators of an optimizer often lack it, so whole groups of 64 are skipped.
+_NUMBER, _GROUP = b'"Sequence number"', 64
+
+
+class Made(NamedTuple):
+    """Autograd's numbers of the rows that have any."""
+
+    row: NDArray[np.int64]
+    number: NDArray[np.int64]  # autograd's; −1: none
+    maker: NDArray[np.int32]  # thread that made a backward function; 0: none
+
+
+class _Text(NamedTuple):
+    row: NDArray[np.int64]
+    runs: NDArray[np.bool_]
+    args: bytes
+
+
+class Numbers:
+    """Collects autograd's numbers from the args of operators. Picklable."""
+
+    def __init__(self) -> None:
+        self._known: list[Made] = []
+        self._texts: list[_Text] = []
+
+    def add(self, row: NDArray[np.int64], runs: NDArray[np.bool_], args: Sequence[msgspec.Raw], wanted: bool) -> None:
+        """Add the args of some rows. `runs`: which rows are backward functions. `wanted`: decode them now."""
+        groups = [_APART.join(args[at : at + _GROUP]) for at in range(0, len(args), _GROUP)]
+        numbered = [_NUMBER in group for group in groups]
+        if not any(numbered):
+            return
+        mine = np.repeat(numbered, _GROUP)[: len(row)]
+        row, runs = row[mine], runs[mine]
+        if wanted:
+            self._known.append(_decoded_numbers(row, runs, list(compress(args, mine.tolist()))))
+        else:
+            self._texts.append(_Text(row, runs, _APART.join(compress(groups, numbered))))
+
+    def join(self, other: Numbers, first: int) -> None:
+        """Add the numbers of later rows; row 0 of `other` becomes row `first`."""
+        self._known += [one._replace(row=one.row + first) for one in other._known]
+        self._texts += [one._replace(row=one.row + first) for one in other._texts]
+
+    def end(self, wanted: bool) -> Made:
+        """Return the numbers; texts are decoded only if `wanted`."""
+        for row, runs, text in self._texts if wanted else ():
+            args = [msgspec.Raw(one) for one in text.split(_APART)]
+            if len(args) == len(row):  # else they were no JSON
+                self._known.append(_decoded_numbers(row, runs, args))
+        self._texts.clear()
+        none = Made(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32))
+        parts: Any = zip(none, *self._known, strict=True)
+        return Made(*map(np.concatenate, parts))
+
+
+def _decoded_numbers(row: NDArray[np.int64], runs: NDArray[np.bool_], args: Sequence[msgspec.Raw]) -> Made:
+    numbers = made(args)
+    number, maker = integers([one.number for one in numbers]), np.zeros(len(row), dtype=np.int32)
+    threads = integers([one.thread for one in compress(numbers, runs.tolist())])
+    maker[runs] = np.where(threads < 2**31, np.maximum(threads, 0), 0)
+    known = (number >= 0) | (maker > 0)
+    return Made(row[known], number[known], maker[known])

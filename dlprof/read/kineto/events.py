@@ -166,31 +166,18 @@ def _lenient(array: bytes | memoryview) -> list[Event]:
 
 D = TypeVar("D", Link, Args, Made)
 
-_decode_links = msgspec.json.Decoder(list[Link]).decode
-_decode_args = msgspec.json.Decoder(list[Args]).decode
-_decode_made = msgspec.json.Decoder(list[Made]).decode
 
+def _args_decoder(kind: type[D]) -> Callable[[Sequence[msgspec.Raw]], list[D]]:
+    """Return a function that decodes the args of some events."""
+    decode = msgspec.json.Decoder(list[kind]).decode  # type: ignore[valid-type]
 
-def links(args: Sequence[msgspec.Raw]) -> list[Link]:
-    """Decode the args of calls and of a device's work."""
-    return _decoded(args, _decode_links, Link)
+    def decoded(args: Sequence[msgspec.Raw]) -> list[D]:
+        try:
+            return decode(b"[" + b",".join(args) + b"]")
+        except NOT_JSON:
+            return [_lenient_args(one, kind) for one in args]
 
-
-def args_of(args: Sequence[msgspec.Raw]) -> list[Args]:
-    """Decode the args of copies, collectives and products."""
-    return _decoded(args, _decode_args, Args)
-
-
-def made(args: Sequence[msgspec.Raw]) -> list[Made]:
-    """Decode autograd's args of operators."""
-    return _decoded(args, _decode_made, Made)
-
-
-def _decoded(args: Sequence[msgspec.Raw], decode: Callable[[bytes], list[D]], kind: type[D]) -> list[D]:
-    try:
-        return decode(b"[" + b",".join(args) + b"]")
-    except NOT_JSON:
-        return [_lenient_args(one, kind) for one in args]
+    return decoded
 
 
 def _lenient_args(value: msgspec.Raw, kind: type[D]) -> D:
@@ -204,6 +191,11 @@ def _lenient_args(value: msgspec.Raw, kind: type[D]) -> D:
         elif isinstance(held, (int, float, str)):
             taken[field.name] = held
     return kind(**taken)
+
+
+links = _args_decoder(Link)  # of calls and of a device's work
+args_of = _args_decoder(Args)  # of copies, collectives and products
+made = _args_decoder(Made)  # of operators: autograd's
 
 
 def label(value: Scalar) -> str:
@@ -227,7 +219,7 @@ def nanoseconds(values: list[Any]) -> Ints:
     if given.dtype.kind == "i":
         usable = (given > -LATEST_US) & (given < LATEST_US)
         return np.where(usable, np.where(usable, given, 0) * 1000, NO_TIME)
-    return np.array([_exact(v) for v in values], dtype=np.int64)
+    return np.array([ns_of(v) for v in values], dtype=np.int64)
 
 
 def exact_nanoseconds(values: list[Any]) -> Ints:
@@ -239,7 +231,8 @@ def exact_nanoseconds(values: list[Any]) -> Ints:
     return ns
 
 
-def _exact(value: Any) -> int:
+def ns_of(value: Any) -> int:
+    """Return microseconds, as a number or a text with one, as nanoseconds; NO_TIME for what is no time."""
     try:
         # A bool is 0 or 1, as in arrays of numbers: the result must not depend on its neighbours.
         us = value if isinstance(value, Decimal) else Decimal(int(value) if isinstance(value, bool) else str(value))

@@ -106,7 +106,6 @@ UNNUMBERED = re.compile(
     r"|result_type|zeros\w*|\w+_backward)$|^torch[:.]|AccumulateGrad$"
 )
 
-
 # A collective by any of its names, without signs and in lower case: the first found decides.
 _COLLECTIVES = (
     ("all_reduce", r"allreduce|crossdevicereduce"),

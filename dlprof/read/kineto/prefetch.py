@@ -2,7 +2,7 @@
 
 Importing takes a third of a second on one core, while the others are idle. Decoded rows go into an unnamed file in
 memory. The process that reads the trace later, this one or a fork of it, takes them from there. If anything fails, that
-process decodes the trace itself. Several processes decode a trace that is large enough to be split (split/).
+process decodes the trace itself. Several processes decode a trace that is large enough to be split (split.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from dlprof.read.kineto import split
 from dlprof.read.kineto.event_columns import Rows, decode
 from dlprof.read.kineto.events import BlurredTimes
 from dlprof.read.kineto.json_stream import unpacked_bytes
-from dlprof.read.kineto.split import decoding
 
 # Imports of pandas and the rules take about as long as decoding two files. For a larger file the gain is small, and
 # passing on its rows takes memory again.
@@ -51,14 +51,14 @@ class _Place:
 
 
 _places: dict[Path, _Place] = {}
-_split: dict[Path, decoding.Decoding] = {}
+_split: dict[Path, split.Decoding] = {}
 
 
 def begin(paths: Sequence[Path]) -> None:
     """Start decoding the first of these files, in order; do nothing if no core is free for it."""
     if _split:
         return
-    if paths and (begun := decoding.begin(paths[0])):
+    if paths and (begun := split.begin(paths[0])):
         _split[paths[0]] = begun
         return
     chosen = list(islice((path for path in paths if unpacked_bytes(path) <= MOST_BYTES), MOST_FILES))

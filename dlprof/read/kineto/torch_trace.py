@@ -18,16 +18,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
-from dlprof.read.clocks import aligned
 from dlprof.read.columnar import recurring
-from dlprof.read.columnar.rows import Ranges
+from dlprof.read.columnar.rows import Ranges, aligned, coded
 from dlprof.read.kineto import prefetch
-from dlprof.read.kineto.autograd import Made
-from dlprof.read.kineto.event_columns import KIND, Processes, Rows
+from dlprof.read.kineto.event_columns import KIND, Made, Processes, Rows
 from dlprof.read.kineto.events import label
-from dlprof.read.kineto.headers import groups_in, header_facts
+from dlprof.read.kineto.format import groups_in, header_facts
 from dlprof.read.kineto.patterns import ENGINE
-from dlprof.read.kineto.split.decoding import decode
+from dlprof.read.kineto.split import decode
 from dlprof.read.sources import Reading
 
 _WORK = [KIND[kind] for kind in ("kernel", "communication", "copy", "set")]
@@ -136,9 +134,9 @@ def _spans(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         for i in np.flatnonzero(np.isin(kind, (KIND["copy"], KIND["set"])) & (size < 0)):
             size[i] = rows.sizes.get(int(launch[i]), -1)
     columns = {
-        "lane": _coded(_lane_names(rows, lane, np.isin(kind, _WORK)), lane),
+        "lane": coded(_lane_names(rows, lane, np.isin(kind, _WORK)), lane),
         "kind": _categorical(kind, schema.KINDS),
-        "name": _coded(names.name, what),
+        "name": coded(names.name, what),
         "start_ns": rows.start[order],
         "dur_ns": rows.dur[order],
         "launch": launch,
@@ -178,16 +176,6 @@ def _lane_names(rows: Rows, lane: NDArray[np.int32], works: NDArray[np.bool_]) -
 
 def _categorical(codes: NDArray[Any], categories: Iterable[str]) -> Any:
     return pd.Categorical.from_codes(codes, categories=pd.Index(list(categories)))
-
-
-def _coded(names: list[str], codes: NDArray[np.int32]) -> Any:
-    """Return a categorical from codes. Names may repeat; only names in use become categories, in order."""
-    used = np.flatnonzero(np.bincount(codes, minlength=len(names)))
-    order = sorted({names[i] for i in used})
-    place = {name: i for i, name in enumerate(order)}
-    mapped = np.zeros(len(names), dtype=np.min_scalar_type(-len(order) - 1))
-    mapped[used] = [place[names[i]] for i in used]
-    return _categorical(mapped[codes], order)
 
 
 def _numbers(made: Made, place: NDArray[np.int64]) -> dict[str, Any]:

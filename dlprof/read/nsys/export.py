@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read.clocks import aligned
 from dlprof.read.columnar import recurring
 from dlprof.read.columnar.database import MISSING, Database, open_database
-from dlprof.read.columnar.rows import LONGEST, SAID, Ranges, Rows, annotation_rows, numbered, spans_of, split
+from dlprof.read.columnar.rows import LONGEST, SAID, Ranges, Rows, aligned, annotation_rows, numbered, spans_of, split
 from dlprof.read.kineto.patterns import copy_of, kind_of
 from dlprof.read.nsys.format import THREADS, Process, of_process, processes_in
 from dlprof.read.sources import Reading
@@ -77,20 +76,15 @@ def _read(database: Database, process: Process) -> Reading:
         warnings.append(f"{lost:,} events without a usable time are left out")
     spans, odd = aligned(spans)
     warnings += odd
-    launched = recurring.launched(device[0], host)
-    found = recurring.find(named, launched)
-    if found is None:
-        again = recurring.loop(launched)
-        facts |= {"loop": again.fact} if again else {}
-        warnings.append(recurring.none_found(again, _MARKS))
-    else:
-        facts["steps_by"] = f"{found.way} ({found.sure})"
+    steps, way, none_found = recurring.traced_steps(named, device[0], host, _MARKS, base)
+    facts |= way
+    warnings += none_found
     if not _work(device):
         facts["errors"] = ["no work of a GPU was traced (nsys profile --trace=cuda,nvtx)"]
         facts["operators"] = any(named.operator)
     tables = {
         "spans": schema.check("spans", spans),
-        "traced_steps": schema.check("traced_steps", recurring.table(found, base)),
+        "traced_steps": schema.check("traced_steps", steps),
     }
     return Reading(tables, facts, tuple(f"{database.name}: {warning}" for warning in warnings))
 
@@ -170,7 +164,6 @@ def _complaints(database: Database) -> list[str]:
 
 TABLE = "NVTX_EVENTS"
 
-
 # Event types that are ranges, by their names in the file; the numbers are those of all versions seen (2022 to 2026).
 _RANGES = {"NvtxPushPopRange": 59, "NvtxStartEndRange": 60, "NvtxtPushPopRange": 70, "NvtxtStartEndRange": 71}
 
@@ -227,32 +220,23 @@ def _range_types(database: Database) -> list[int]:
 
 KERNELS, GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 
-
 COPIES, SETS = "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET"
-
 
 SYNCS, CALLS = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "CUPTI_ACTIVITY_KIND_RUNTIME"
 
-
 _COMMON = ["start", "end", "deviceId", "streamId", "correlationId"]
-
 
 # CUPTI's numbers (cupti_activity.h), for files without tables of them: copies by direction, memory, synchronisations.
 _DIRECTIONS = {1: "HTOD", 2: "DTOH", 8: "DTOD", 9: "HTOH", 10: "PTOP", 11: "UVM_HTOD", 12: "UVM_DTOH", 13: "UVM_DTOD"}
 
-
 _MEMORY = {0: "PAGEABLE", 1: "PINNED", 2: "DEVICE", 3: "ARRAY", 4: "MANAGED", 5: "DEVICE_STATIC", 6: "MANAGED_STATIC"}
-
 
 # As PyTorch's profiler names them.
 _SYNC_NAMES = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Context Sync"}
 
-
 _NO_STREAM = 2**32 - 1
 
-
 _DIRECTION = re.compile(r"([HDAP])TO([HDAP])$")
-
 
 # cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000: the version of the call's interface.
 _VERSION = re.compile(r"(?:_ptsz|_ptds)?(?:_v\d+)?(?:_ptsz|_ptds)?$")

@@ -17,8 +17,8 @@ from pathlib import Path
 from dlprof import nsys
 from dlprof.errors import DlprofError
 from dlprof.read.columnar.database import MISSING, Database, open_database
-from dlprof.read.formats import Format, Head, Part, reader
-from dlprof.read.sources import Reading
+from dlprof.read.formats import WHOLE, Format, Head, Part
+from dlprof.read.sources import lazily
 
 # What a file begins with (".nsys-rep", ".qdrep" before 2021).
 _SQLITE, _REPORT = b"SQLite format 3\0", b"NVIDIA Tegra Profiler Report"
@@ -31,17 +31,13 @@ _HOW = "`nsys export --type sqlite FILE`, where nsys is installed, makes the .sq
 _made: dict[Path, Path] = {}  # report → what was exported from it
 _refused: dict[Path, str] = {}  # report → why nsys exports nothing from it
 
-
 # The last 24 bits of a serialized thread id are the thread's id; the bits before are the process's.
 THREADS = 1 << 24
-
 
 # Where an export keeps what ran on a device, and on the host, the surest first.
 DEVICE = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", "CUPTI_ACTIVITY_KIND_MEMCPY")
 
-
 HOST = ("NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME", "OSRT_API")
-
 
 # Without devices, processes with less than this share of the busiest one's ranges are its helpers.
 _HELPER = 0.1
@@ -149,10 +145,6 @@ def _is_report(head: Head) -> Sequence[Part]:
         return (Part(),)
 
 
-def _is_any_report(head: Head) -> Sequence[Part]:
-    return (Part(),) if head.start.startswith(_REPORT) else ()
-
-
 def _parts(path: Path, export: Path) -> tuple[Part, ...]:
     """Return a part for each process; where it is the only one, the file's name may tell its rank."""
     from dlprof.read.kineto.patterns import rank_in
@@ -189,11 +181,7 @@ def _exported(path: Path) -> Path:
     return _made[path]
 
 
-_read = reader("nsys.export")
-
-
-def _read_report(path: Path, piece: str) -> Reading:
-    return _read(_exported(path), piece)
+_read = lazily("nsys.export")
 
 
 _LACKS = {
@@ -224,7 +212,7 @@ FORMAT = (
         title="report of Nsight Systems",
         recognised='its first words: "NVIDIA Tegra Profiler Report"',
         recognise=_is_report,
-        read=_read_report,
+        read=lambda path, piece: _read(_exported(path), piece),
         tables=("spans", "traced_steps"),
         brings="the same as its export: that beside it, else one that nsys makes in a temporary folder",
         record="nsys profile --trace=cuda,nvtx --cuda-graph-trace=node …",
@@ -234,7 +222,7 @@ FORMAT = (
         name="nsys_report_unread",
         title="report of Nsight Systems, without nsys",
         recognised='its first words: "NVIDIA Tegra Profiler Report"',
-        recognise=_is_any_report,
+        recognise=lambda head: WHOLE if head.start.startswith(_REPORT) else (),
         left=_HOW,
         record="nsys profile",
     ),

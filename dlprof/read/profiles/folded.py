@@ -11,13 +11,11 @@ from dlprof.errors import DlprofError
 from dlprof.read.formats import Format, beginning
 from dlprof.read.kineto.patterns import rank_in
 from dlprof.read.opening import lines_of, open_file
-from dlprof.read.profiles.frames import Frame, Stacks
+from dlprof.read.profiles.frames import SPY_FRAME, SPY_THREAD, Frame, Stacks
 from dlprof.read.sources import Reading
 
 _WEIGHT = re.compile(r"(\d{1,18})(?:\.\d{1,9})?")
-# py-spy: name (file.py:12). With -t first thread (0x7F..): MainThread, with --subprocesses process 12:"python ...".
-_SPY = re.compile(r"(.*) \((.*?)(?::(\d{1,9}))?\)")
-_SPY_THREAD = re.compile(r"thread \((\w+)\)(?:: )?(.*)")
+# py-spy writes with --subprocesses first process 12:"python ...".
 _SPY_PROCESS = re.compile(r'process \d+:".*?"')
 # austin: P1234;T0:5678;file:name:12;... and its weight in µs (a time), or µs,0 or 1,bytes (all metrics).
 _AUSTIN = re.compile(r"P\d+;T[^;]*")
@@ -59,7 +57,7 @@ def _halves(line: str) -> tuple[str, int]:
 
 def _spy(text: str) -> re.Match[str] | None:
     """Return the parts of a frame as py-spy writes it; None if it is another's."""
-    return _SPY.fullmatch(text) if len(text) <= _LONGEST else None
+    return SPY_FRAME.fullmatch(text) if len(text) <= _LONGEST else None
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
@@ -94,7 +92,7 @@ def _format(path: Path, line: str, mode: str, austin: bool) -> tuple[Stacks, Cal
     if austin or _AUSTIN.match(line):
         return Stacks(path, "austin", "bytes" if mode == "memory" else "ns"), _take_austin
     frames = _halves(line)[0].split(";")
-    spy = _SPY_PROCESS.match(frames[0]) or _SPY_THREAD.fullmatch(frames[0]) or _spy(frames[-1])
+    spy = _SPY_PROCESS.match(frames[0]) or SPY_THREAD.fullmatch(frames[0]) or _spy(frames[-1])
     return Stacks(path, "py-spy" if spy else "folded stacks", "samples"), _take
 
 
@@ -107,7 +105,7 @@ def _take(stacks: Stacks, line: str) -> bool:
     while process := _SPY_PROCESS.match(texts):
         texts = texts[process.end() :].lstrip(";")
     first, _, rest = texts.partition(";")
-    if named := _SPY_THREAD.fullmatch(first):
+    if named := SPY_THREAD.fullmatch(first):
         thread, texts = named[2] or f"thread {named[1]}", rest
     stacks.add(thread, [frame for text in texts.split(";") if (frame := _frame(text))], weight)
     return True

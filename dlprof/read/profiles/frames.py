@@ -40,6 +40,16 @@ _PACKAGES = frozenset(
 )
 
 
+# py-spy: name (file.py:12), the file of a frame that has none in angle brackets; thread (0x7F..): MainThread.
+SPY_FRAME = re.compile(r"(.*) \((.*?)(?::(\d{1,9}))?\)")
+SPY_THREAD = re.compile(r"thread \((\w+)\)(?:: )?(.*)")
+
+
+def is_worker_loop(name: str, file: str) -> bool:
+    """Return whether a frame is the outermost of a loader's worker; a forked one has its parent's frames below."""
+    return name == "_worker_loop" and file.endswith(_WORKER)
+
+
 def phase_of(name: str, file: str) -> str:
     """Return the phase of a step that a frame begins: fetch, forward, backward or optimizer; "" if none."""
     short = name.rpartition(".")[2]
@@ -115,10 +125,7 @@ class Stacks:
         rows = []
         for (thread, frames), weight in self._seen.items():
             files = [(_plain(name), placed_file(file[:MOST_TEXT]), line) for name, file, line in frames]
-            at = next(
-                (n for n, (name, file, _) in enumerate(files) if name == "_worker_loop" and file.endswith(_WORKER)),
-                None,
-            )
+            at = next((n for n, (name, file, _) in enumerate(files) if is_worker_loop(name, file)), None)
             role = "worker" if at is not None else "main" if not main or thread in main else "thread"
             files = files[at or 0 :]
             phase = phase_in(files) if role == "main" and self._phases else ""

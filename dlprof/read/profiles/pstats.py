@@ -99,9 +99,12 @@ def _functions(data: Any) -> tuple[dict[Frame, _Function], int]:
         callers = {}
         for caller, of in value[4].items():
             by = _name(caller)
-            # Python's old profiler, in Python, counts the calls alone: their times then are as the calls.
-            share = of / max(call.calls, 1) if type(of) is int else 0.0
-            edge = _Call(1, call.own_s * share, call.total_s * share) if type(of) is int else _edge(of)
+            if type(of) is int:
+                # Python's old profiler, in Python, counts the calls alone: their times then are as the calls.
+                share = of / max(call.calls, 1)
+                edge: _Call | None = _Call(1, call.own_s * share, call.total_s * share)
+            else:
+                edge = _call(of[0], of[2], of[3]) if isinstance(of, tuple) and len(of) == 4 else None
             if by is not None and edge is not None:
                 callers[by] = edge
         functions[name] = _Function(call, callers)
@@ -116,10 +119,6 @@ def _name(key: Any) -> Frame | None:
         return None
     file = "<built-in>" if file == "~" else file
     return name[:MOST_TEXT], file[:MOST_TEXT], max(line, 0)
-
-
-def _edge(value: Any) -> _Call | None:
-    return _call(value[0], value[2], value[3]) if isinstance(value, tuple) and len(value) == 4 else None
 
 
 def _call(calls: Any, own: Any, total: Any) -> _Call | None:
@@ -168,9 +167,7 @@ FORMAT = Format(
     record="python -m cProfile -o profile.prof train.py",
 )
 
-
 _REFERENCED = 0x80
-
 
 _END = object()
 _PLAIN = {"N": None, "T": True, "F": False, "0": _END}

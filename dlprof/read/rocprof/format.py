@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dlprof.errors import DlprofError
-from dlprof.read.formats import WHOLE, Format, Head, Part, reader
+from dlprof.read.formats import WHOLE, Format, Head, Part
+from dlprof.read.sources import lazily
 
 _SQLITE = b"SQLite format 3\0"
 _TOOL = b"rocprofiler-sdk-tool"
@@ -36,7 +37,7 @@ def _is_json(head: Head) -> Sequence[Part]:
 def _is_database(head: Head) -> Sequence[Part]:
     if not head.start.startswith(_SQLITE):
         return ()
-    from dlprof.read.rocprof.rocpd import processes_of
+    from dlprof.read.rocprof.process import processes_of
 
     try:
         return tuple(Part(one.rank, one.key) for one in processes_of(head.path))
@@ -55,7 +56,7 @@ FORMAT = (
         title="kernel trace of rocprofv3 (CSV)",
         recognised="CSV whose header has Kernel_Name, Agent_Id, Queue_Id and Start_Timestamp",
         recognise=_is_kernels,
-        read=reader("rocprof.text", "read_csv"),
+        read=lazily("rocprof.process", "read_csv"),
         tables=("spans", "traced_steps"),
         brings=_BRINGS,
         record="rocprofv3 --sys-trace --output-format csv -- python train.py",
@@ -75,7 +76,7 @@ FORMAT = (
         title="trace of rocprofv3 (JSON)",
         recognised="JSON with `rocprofiler-sdk-tool`",
         recognise=_is_json,
-        read=reader("rocprof.text", "read_json"),
+        read=lazily("rocprof.process", "read_json"),
         tables=("spans", "traced_steps"),
         brings=_BRINGS,
         record="rocprofv3 --sys-trace --output-format json -- python train.py",
@@ -87,7 +88,7 @@ FORMAT = (
         title="database of rocprofv3 (rocpd)",
         recognised="SQLite with tables `rocpd_kernel_dispatch…`",
         recognise=_is_database,
-        read=reader("rocprof.rocpd"),
+        read=lazily("rocprof.process", "read_database"),
         tables=("spans", "traced_steps"),
         brings=_BRINGS,
         record="rocprofv3 --sys-trace --output-format rocpd -- python train.py",

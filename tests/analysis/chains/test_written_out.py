@@ -10,12 +10,25 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dlprof.analysis.chains.gelus import ERF, TANH, gelus
-from dlprof.analysis.chains.growing import growing_cats
-from dlprof.analysis.chains.losses import COPY, EXP, LOG, ONE_HOT, SHIFTED, SUM, losses
-from dlprof.analysis.chains.norms import LAYER, RMS, norms
-from dlprof.analysis.chains.one_hot import GRADIENT, one_hots
-from dlprof.analysis.chains.one_hot import ONE_HOT as BY_ONE_HOT
+from dlprof.analysis.chains.written_out import (
+    COPY,
+    ERF,
+    EXP,
+    GRADIENT,
+    HOT_TARGETS,
+    LAYER,
+    LOG,
+    ONE_HOT,
+    RMS,
+    SHIFTED,
+    SUM,
+    TANH,
+    gelus,
+    growing_cats,
+    losses,
+    norms,
+    one_hots,
+)
 from tests.fixtures import operators
 
 torch: Any = pytest.importorskip("torch")
@@ -77,7 +90,7 @@ WRITTEN: dict[str, tuple[float, Sequence[Way]]] = {
             lambda x: F.nll_loss(torch.log(torch.softmax(x, -1) + 1e-9), TARGETS),
         ],
     ),
-    ONE_HOT: (
+    HOT_TARGETS: (
         0.4,
         [
             lambda x: -(hot() * F.log_softmax(x, -1)).sum(-1).mean(),
@@ -302,11 +315,11 @@ WORDS = torch.arange(N) % V
 def test_a_product_with_one_hot_rows_is_found_with_its_gradient(tmp_path: Path, way: Way) -> None:
     weight, layer = torch.randn(V, H, requires_grad=True), torch.nn.Linear(H, 4)
     frame: Any = traced(tmp_path, one_hots, lambda: layer(torch.tanh(way(weight))).sum()).set_index("form")
-    assert frame["calls"].to_dict() == {BY_ONE_HOT: 1, GRADIENT: 1}
+    assert frame["calls"].to_dict() == {ONE_HOT: 1, GRADIENT: 1}
     # Of what the product moves: rows read and written; backward the whole matrix, too. Its kernel takes as long as its
     # largest operand has values.
     moved, product = N * V + V * H + N * H, operators.LEAST + max(N * V, V * H)
-    assert frame.loc[BY_ONE_HOT, "left_ns"] == pytest.approx(max(2 * N * H / moved * product, operators.LEAST))
+    assert frame.loc[ONE_HOT, "left_ns"] == pytest.approx(max(2 * N * H / moved * product, operators.LEAST))
     assert frame.loc[GRADIENT, "left_ns"] == pytest.approx(2 * (N + V) * H / moved * frame.loc[GRADIENT, "ns"])
     assert frame["ns"].max() >= 2 * product
 

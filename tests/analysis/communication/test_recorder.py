@@ -10,6 +10,7 @@ import pytest
 from dlprof.analysis.communication.recorder import hangs, mismatches, moment, rank_places
 from dlprof.analysis.communication.rules import hung_collective, mismatched_collectives
 from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.input.rules import input_wait
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
 from dlprof.report import verdict
@@ -124,7 +125,7 @@ def test_groups_of_one_name_and_other_ranks_are_not_mixed(tmp_path: Path) -> Non
     assert (one.missing, one.waiting) == ((1,), (0,))
 
 
-def test_the_report_of_a_real_hang_begins_with_it_even_beside_savings(tmp_path: Path) -> None:
+def test_the_report_of_a_real_hang_begins_with_it() -> None:
     result = diagnose(open_run(GOLDEN / "flight_recorder"), RULES, jobs=1)
     assert not [o for o in result.outcomes if o.state == "error"]
     assert verdict.headline(result)[0].startswith(
@@ -132,11 +133,14 @@ def test_the_report_of_a_real_hang_begins_with_it_even_beside_savings(tmp_path: 
     )
     (one,) = measured(GOLDEN / "flight_recorder", hangs).frame(hangs)
     assert (one.site, one.timeout_ms) == ("<module> (train.py:36)", 30_000)
+
+
+def test_a_hang_comes_before_savings(tmp_path: Path) -> None:
     for rank in range(2):
         traces.write(tmp_path / f"rank{rank}.json", traces.training(rank=rank))
     dumped(tmp_path, WAITS, DONE)
-    result = diagnose(open_run(tmp_path), RULES, jobs=1)
-    assert result.found[0].id == "hung_collective"
+    result = diagnose(open_run(tmp_path), (input_wait.RULE, hung_collective.RULE), jobs=1)
+    assert [one.id for one in result.found] == ["hung_collective", "input_wait"]
     assert verdict.headline(result)[0].startswith("Rank 1 never entered")
 
 

@@ -23,7 +23,7 @@ from dlprof.analysis.engine import Done, cluster, open_store
 from dlprof.analysis.engine.cluster import Dask
 from dlprof.analysis.rules import RULES
 from dlprof.errors import DlprofError
-from dlprof.read.kineto.shares import free_bytes
+from dlprof.read.kineto.split import free_bytes
 from dlprof.read.run import TRACE, Rank, Run, open_run
 from dlprof.result.stored import to_json
 from tests.fixtures.measures import RANKS, deadly, greedy, rows

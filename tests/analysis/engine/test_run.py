@@ -44,7 +44,7 @@ from dlprof.analysis.timeline.steps import step_means, timing
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read import limits
 from dlprof.read.kineto import prefetch, torch_trace
-from dlprof.read.kineto.shares import free_bytes
+from dlprof.read.kineto.split import free_bytes
 from dlprof.read.run import TRACE, Rank, Run, open_run
 from dlprof.units import listed
 from tests.fixtures import traces

@@ -14,11 +14,13 @@ import pytest
 
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.engine import RankFacts
+from dlprof.analysis.host.rules import host_bound
 from dlprof.analysis.input import fetch_replay as replay
 from dlprof.analysis.input import input_waits as waits
 from dlprof.analysis.input import loader
-from dlprof.analysis.input.loader_advice import changes, forecasts_of, predicted_steps
-from dlprof.analysis.rules import RULES
+from dlprof.analysis.input.rules import input_wait
+from dlprof.analysis.input.rules.input_wait import changes, forecasts_of, predicted_steps
+from dlprof.analysis.memory.rules import pageable_copy
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.timeline.steps import Timing, step_means
 from dlprof.errors import DoesNotApply, NotMeasured
@@ -31,7 +33,7 @@ from tests.fixtures.places import TRACES
 from tests.fixtures.runs import MS, asked
 from tests.fixtures.traces import BASE_NS
 
-NEEDS = (waits.paces, own_time)
+NEEDS = (waits.loop_times, own_time)
 STORED = {"fetch": 80, "cpu": 2, "workers": 1}
 # One core, all the time at work: the loop computes 20 ms of a step in 30 ms, and its worker 80 ms in 100 ms.
 CROWDED = {"fetch": 100, "cpu": 80, "workers": 1, "own": 30, "cores": 1}
@@ -39,7 +41,7 @@ CROWDS = held_up(loop=10, worker=20, computing=20)
 COLLATES = held_up(loop=10, worker=20, computing=20, collating=75)
 
 COSTS = replay.Handover(6.0, 4.0)
-TOLD = replay.Told(COSTS, COSTS.times(0.5), COSTS.times(2.0))
+TOLD = replay.HandoverCost(COSTS, COSTS.times(0.5), COSTS.times(2.0))
 SPLIT: dict[str, Any] = {"own_cpu": 1.0, "fetch_cpu": 6.0, "cores": 2, "threads": 2}
 BARRIER = pace(20, 6, barrier=1.4, **SPLIT | {"workers": 0})
 ALONE = pace(20, 3, workers=0, handover=TOLD)
@@ -48,11 +50,13 @@ EXCESS = {**SPLIT, "excess": (3.0, 1.0)}
 WAITED = pace(12.8, 3, cores=2, threads=2, alone=0.64)
 
 
-def uneven(*fetch: float, workers: int, turns: int, prefetch: int = 2, **more: Any) -> replay.Pace:
+def uneven(*fetch: float, workers: int, turns: int, prefetch: int = 2, **more: Any) -> replay.LoopTimes:
     """Return the pace of workers whose batches take these times in turn."""
     times, ready = np.tile(fetch, turns), len(fetch) * turns
     base: dict[str, Any] = {"own_cpu": 0, "threads": 1, "cores": 64, "ranks": 1, "fetch_cpu": np.zeros(ready)}
-    return replay.Pace(workers=workers, prefetch=prefetch, fetch=times, **base | {"own": np.full(ready, 10.0)} | more)
+    return replay.LoopTimes(
+        workers=workers, prefetch=prefetch, fetch=times, **base | {"own": np.full(ready, 10.0)} | more
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def uneven(*fetch: float, workers: int, turns: int, prefetch: int = 2, **more: A
         (WAITED.where_workers_cost_least, 0, 19, 1e-6),
     ],
 )  # fmt: skip
-def test_a_step_with_other_workers(of: replay.Pace, workers: int, step: float, rel: float) -> None:
+def test_a_step_with_other_workers(of: replay.LoopTimes, workers: int, step: float, rel: float) -> None:
     made = replay.replayed(of, workers)
     assert made.workers == workers
     assert made.step_ns == pytest.approx(step, rel=rel)
@@ -152,7 +156,11 @@ def test_handing_over_is_paid_by_the_tensor_and_by_the_byte() -> None:
     assert (many.taking_ns - few.taking_ns, many.sending_ns - few.sending_ns) == pytest.approx((4.5 * MS, 4.8 * MS))
     assert (large.taking_ns - few.taking_ns, large.sending_ns - few.sending_ns) == pytest.approx((3 * MS, 9 * MS))
     # It is known within what hosts differ by; of batches that were not looked at it may be nothing or much.
-    of, unseen, timed = replay.told(10, 1e6, np.nan), replay.told(-1.0, -1.0, np.nan), replay.told(10, 1e6, 3 * MS)
+    of, unseen, timed = (
+        replay.handover_cost(10, 1e6, np.nan),
+        replay.handover_cost(-1.0, -1.0, np.nan),
+        replay.handover_cost(10, 1e6, 3 * MS),
+    )
     assert of.usual == replay.handover(10, 1e6)
     assert of.least.taking_ns * replay.HOSTS_DIFFER == of.usual.taking_ns == of.most.taking_ns / replay.HOSTS_DIFFER
     assert (unseen.usual, unseen.least.taking_ns) == (few, 0)
@@ -223,7 +231,7 @@ def test_without_a_device_workers_and_the_setting_no_thread_pins(run: dict[str, 
 
 
 def test_the_pace_has_no_waits_for_a_core_and_is_computed_once(tmp_path: Path) -> None:
-    made = runs.measured(recorded(tmp_path, CROWDS, **CROWDED), waits.paces).frame(waits.paces)
+    made = runs.measured(recorded(tmp_path, CROWDS, **CROWDED), waits.loop_times).frame(waits.loop_times)
     mine = made.of(0)
     assert made.of(0) is mine
     means = (mine.own.mean(), mine.fetch.mean(), mine.fetch_cpu.mean(), made.step_ns(0))
@@ -248,7 +256,7 @@ def halved(path: Path) -> None:
 def test_a_step_of_two_batches(
     tmp_path: Path, make: Callable[[Path], Path], batches: tuple[int, ...], own: list[int], steps: list[float]
 ) -> None:
-    made = runs.measured(make(tmp_path), waits.paces).frame(waits.paces)
+    made = runs.measured(make(tmp_path), waits.loop_times).frame(waits.loop_times)
     mine = made.of(0)
     assert (mine.batches, mine.loaders, mine.workers) == batches
     assert (mine.own[:4] / MS).tolist() == pytest.approx(own)
@@ -265,7 +273,7 @@ def test_uneven_steps_have_no_pace(tmp_path: Path) -> None:
         (of_two(tmp_path / "other", num_workers=3), "different numbers of workers"),
     ):
         with pytest.raises(NotMeasured, match=why):
-            runs.measured(path, waits.paces).frame(waits.paces).of(0)
+            runs.measured(path, waits.loop_times).frame(waits.loop_times).of(0)
 
 
 def test_fetches_stand_in_the_order_in_which_their_batches_are_taken() -> None:
@@ -344,7 +352,7 @@ def test_a_run_that_its_batches_do_not_explain_is_not_forecast(tmp_path: Path) -
     assert asked(run, waits.planned, {0: 60.0 * MS}) is None
     steps = [runs.light(k, 80 * MS, fetch_ns=60 * MS) for k in range(40)]
     bare = runs.measured(runs.recorded(tmp_path / "b", (None, steps, runs.CPU)), *NEEDS)
-    for function, of in ((waits.forecasts, 0), (waits.step_with_cheaper, replay.SAMPLES)):
+    for function, of in ((waits.forecasts, 0), (waits.step_with, lambda times: times.without(replay.SAMPLES))):
         with pytest.raises(NotMeasured):
             asked(bare, function, of)
     none = [step | {"fetches": 0, "fetch_ns": -1} for step in steps]
@@ -375,7 +383,7 @@ def test_a_step_with_a_part_of_its_batches_gone(
     tmp_path: Path, make: Callable[[Path], Path], part: str, step: float
 ) -> None:
     run = runs.measured(make(tmp_path), *NEEDS)
-    assert asked(run, waits.step_with_cheaper, part) == pytest.approx(step * MS, rel=0.01)
+    assert asked(run, waits.step_with, lambda times: times.without(part)) == pytest.approx(step * MS, rel=0.01)
 
 
 @pytest.mark.parametrize(("delay", "sure"), [(2, True), (14, False)])
@@ -591,7 +599,7 @@ real = pytest.mark.skipif(not H200.is_dir(), reason="the reference traces are no
 
 @cache
 def diagnosed(name: str) -> Result:
-    return diagnose(open_run(H200 / name), RULES, jobs=1)
+    return diagnose(open_run(H200 / name), (input_wait.RULE, host_bound.RULE, pageable_copy.RULE), jobs=1)
 
 
 def outcome(name: str, rule: str) -> Outcome:

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.input.padded import GROUPED, LONGEST, NOW, PACKED, ROUNDED, padding
-from dlprof.analysis.input.rules.padding import RULE
+from dlprof.analysis.input.rules.padding import GROUPED, LONGEST, NOW, PACKED, ROUNDED, RULE, padding
 from tests.fixtures import runs, traces
 from tests.fixtures.claims import Make, case, claims
 from tests.fixtures.places import TRACES

@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dlprof.analysis.pipeline.bubbles import bubbles
 from dlprof.analysis.pipeline.pipeline_plans import pipeline_plans
+from dlprof.analysis.pipeline.pipes import bubbles
 from dlprof.analysis.pipeline.schedules import Action
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import NotMeasured

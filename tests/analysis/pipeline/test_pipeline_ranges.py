@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.pipeline.bubbles import bubbles, stage_lengths
+from dlprof.analysis.pipeline.pipes import bubbles, stage_lengths
 from dlprof.analysis.pipeline.rules.pipeline_bubble import RULE
 from dlprof.analysis.pipeline.schedules import Action, Grid, grid, replay
 from dlprof.analysis.step.breakdown import breakdown, part
@@ -22,7 +22,7 @@ from tests.fixtures.runs import MS, asked
 from tests.fixtures.stages import STAGES
 
 WORDS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
-STEPS = 4
+STEPS = 3
 
 
 def named(schedule: str, action: Action) -> str:

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from msgspec.structs import replace
 
-from dlprof.analysis.chains.norms import norms
+from dlprof.analysis.chains.written_out import norms
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.idioms import BY_NAME
 from dlprof.analysis.modules.sums import OUTSIDE

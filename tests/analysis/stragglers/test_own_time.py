@@ -15,11 +15,11 @@ from dlprof.analysis.engine import Maybe, by_rank
 from dlprof.analysis.engine.ranks import Job, RankAnswer
 from dlprof.analysis.machine.samples import sample_means
 from dlprof.analysis.step.savings import own_time
-from dlprof.analysis.stragglers.alike import members
 from dlprof.analysis.stragglers.late_ranks import (
     Reason,
     late_ranks,
     longer_because,
+    members,
     short_collectives,
     straggling,
     workload,
@@ -37,32 +37,30 @@ def own(*columns: list[float]) -> pd.DataFrame:
     return pd.DataFrame(dict(enumerate(columns)))
 
 
-def test_the_lead_is_over_the_next_slowest() -> None:
-    late = lead(own([10.0, 10.0], [16.0, 16.0], [12.0, 12.0]))
-    assert (late.ranks, late.behind_ns, late.saving_ns, late.step_ns) == ((1,), 4.0, 4.0, 16.0)
+ALIKE = own([10.0, 10.0], [16.0, 16.0], [12.0, 12.0], [15.0, 15.0])
 
 
-def test_ranks_that_are_late_together_are_behind_the_slowest_of_the_others() -> None:
-    times = own([10.0, 10.0], [16.0, 16.0], [12.0, 12.0], [15.0, 15.0])
-    assert lead(times).saving_ns == 1.0
-    late = lead(times, (1, 3))
-    assert (late.ranks, late.behind_ns, late.saving_ns) == ((1, 3), 3.0, 3.0)
-
-
-def test_a_late_rank_without_its_lead_keeps_its_jitter() -> None:
-    # Rank 1 is 4 late on average: by 8 in one step, on time in the next. Without 4 it is late by 4 every other step.
-    late = lead(own([10.0] * 40, [18.0, 10.0] * 20))
-    assert late.behind_ns == 4.0
-    assert late.saving_ns == pytest.approx(2.0)
-
-
-def test_work_that_is_shared_out_leaves_each_rank_its_jitter() -> None:
-    # Of 16, 12 and 8 each gets 12; without its lead the slowest would still be at 12.
-    late = lead(own([16.0, 16.0], [12.0, 12.0], [8.0, 8.0]))
-    assert (late.saving_ns, late.shared_ns) == (4.0, 4.0)
-    # Rank 1 is at 14 and 10: beside 12 of the other it ends at 14 every other step, and 10 on average are 12 then.
-    late = lead(own([20.0] * 4, [14.0, 10.0] * 2))
-    assert late.shared_ns == pytest.approx(20 - (18 + 16) / 2)
+@pytest.mark.parametrize(
+    ("times", "late", "expected"),
+    [
+        # The lead is over the next slowest.
+        (own([10.0, 10.0], [16.0, 16.0], [12.0, 12.0]), (),
+         {"ranks": (1,), "behind_ns": 4, "saving_ns": 4, "step_ns": 16}),
+        # Ranks that are late at once are behind the slowest of the others.
+        (ALIKE, (), {"saving_ns": 1}),
+        (ALIKE, (1, 3), {"ranks": (1, 3), "behind_ns": 3, "saving_ns": 3}),
+        # Rank 1 is 4 late on average: by 8 in every other step. Without 4 it is late by 4 in those.
+        (own([10.0] * 40, [18.0, 10.0] * 20), (), {"behind_ns": 4, "saving_ns": 2}),
+        # Of 16, 12 and 8 each gets 12; without its lead the slowest would still be at 12.
+        (own([16.0, 16.0], [12.0, 12.0], [8.0, 8.0]), (), {"saving_ns": 4, "shared_ns": 4}),
+        # Rank 1 is at 14 and 10: beside 12 of the other it ends at 14 every other step, and 10 on average are 12 then.
+        (own([20.0] * 4, [14.0, 10.0] * 2), (), {"shared_ns": 20 - (18 + 16) / 2}),
+    ],
+)  # fmt: skip
+def test_the_lead_of_late_ranks(times: pd.DataFrame, late: tuple[int, ...], expected: dict[str, Any]) -> None:
+    found = lead(times, late)
+    for name, value in expected.items():
+        assert getattr(found, name) == (value if name == "ranks" else pytest.approx(value)), name
 
 
 def test_disturbances_that_last_make_a_short_window_unsure() -> None:
@@ -166,15 +164,17 @@ def test_the_rank_that_computes_longer_is_late_by_that(tmp_path: Path, late_ns: 
 
 
 @pytest.mark.parametrize("ranks", [4, 120])
-def test_the_late_rank_is_short_in_all_of_them(tmp_path: Path, ranks: int) -> None:
+def test_the_late_rank_is_short_in_all_of_them_whatever_its_clock_shows(ranks: int) -> None:
     rng = np.random.default_rng(ranks)
-    late = [int(ns) for ns in rng.integers(0, 50_000, ranks)]
+    late = rng.integers(0, 50_000, ranks)
     late[2] = 2 * MS
-    clocks = tuple(int(ns) for ns in rng.integers(0, 100 * MS, ranks))
-    run = runs.measured(runs.foreign(tmp_path, *late_by(*late, skew=clocks)), short_collectives)
-    frame = run.frame(short_collectives).set_index("rank")
-    assert frame["short"].to_dict() == {r: 3 * (r == 2) for r in range(ranks)}
-    assert frame["waited_ns"].to_dict() == pytest.approx({r: 2 * MS - ns for r, ns in enumerate(late)})
+    begin = rng.integers(0, 100 * MS, ranks) + late
+    each = pd.DataFrame({"rank": range(ranks), "start_ns": begin, "end_ns": begin + 3 * MS - late, "wanted": ranks})
+    frame = pd.concat([each.assign(instance=n) for n in range(3)])
+    steps = Maybe(lambda: pd.DataFrame({"rank": np.repeat(range(ranks), 3)}))
+    found = short_collectives(frame, steps).set_index("rank")
+    assert found["short"].to_dict() == {r: 3 * (r == 2) for r in range(ranks)}
+    assert found["waited_ns"].to_dict() == pytest.approx({r: 2 * MS - ns for r, ns in enumerate(late)})
 
 
 def test_chance_makes_no_outlier(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dlprof.analysis.timeline import device, host
-from dlprof.analysis.timeline.idle import idle
-from dlprof.analysis.timeline.launches import UNKNOWN, launch_queue, launches
+from dlprof.analysis.timeline.device import UNKNOWN, idle, launch_queue, launches
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
 

@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import RankData
-from dlprof.analysis.timeline import launched_work
-from dlprof.analysis.timeline.host_clock import HostClock, TracedCalls, calibrated, usual_ns
-from dlprof.analysis.timeline.launched_work import replay_of
-from dlprof.analysis.timeline.replay import Replay
-from dlprof.analysis.timeline.what_if import WhatIf, what_if
+from dlprof.analysis.timeline.replay import MOST_WORK, HostClock, Replay, replay_of
+from dlprof.analysis.timeline.what_if import TracedCalls, WhatIf, calibrated, usual_ns, what_if
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
@@ -158,8 +155,8 @@ def test_runs_of_work_say_exactly_what_its_pieces_say(tmp_path: Path, seed: int)
 
 def test_of_many_steps_as_many_are_replayed_as_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = traces.ahead(6, host=2 * MS, busy=1 * MS, synchronises=True)
-    for most, steps in ((launched_work.MOST_WORK, 6), (5, 2)):
-        monkeypatch.setattr(launched_work, "MOST_WORK", most)
+    for most, steps in ((MOST_WORK, 6), (5, 2)):
+        monkeypatch.setattr("dlprof.analysis.timeline.replay.MOST_WORK", most)
         replay = runs.rank_of(tmp_path, made).once(replay_of)
         assert (replay.steps, len(replay.rows)) == (steps, 2 * steps)
 

@@ -14,7 +14,7 @@ import pytest
 
 from dlprof import schema
 from dlprof.read.kineto import event_columns, events, patterns, torch_trace
-from dlprof.read.kineto.autograd import Numbers
+from dlprof.read.kineto.event_columns import Numbers
 from tests.fixtures import traces
 from tests.fixtures.places import GOLDEN
 from tests.fixtures.reading import only, read, spans_of

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.read.lines import read
+from dlprof.read.logs import read_lines
 from tests.fixtures.in_process import run_plainly, run_recorded
 from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, record, rows, spawned, until, wrapped
 
@@ -87,7 +87,7 @@ def script(folder: Path, body: str) -> Path:
 
 def counted(run: Path) -> dict[tuple[str, str], Counter[int]]:
     """Return role and function → the hits of its lines, the first line of its body being 1."""
-    table = read(run / "ranks/00000/lines.jsonl").tables["lines"]
+    table = read_lines(run / "ranks/00000/lines.jsonl").tables["lines"]
     out: dict[tuple[str, str], Counter[int]] = {}
     for (role, function), part in table.groupby(["role", "function"], observed=True):
         assert (part["source"] != "").all()

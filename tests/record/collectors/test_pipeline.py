@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.pipeline.bubbles import bubbles, stage_lengths
+from dlprof.analysis.pipeline.pipes import bubbles, stage_lengths
 from dlprof.analysis.pipeline.schedules import grid
 from dlprof.record.collectors.pipeline import Pipeline
 from dlprof.record.recorder import Recorder

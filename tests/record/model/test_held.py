@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.read import held
+from dlprof.read.facts import read_held
 from dlprof.record.model import state
 from tests.fixtures.in_process import run_plainly, run_recorded
 from tests.fixtures.jobs import COMPILES_NOTHING, TORCHRUN, facts, launch, rows, wrapped
@@ -66,7 +66,7 @@ STATE = dict.fromkeys(("parameter", "gradient", "optimizer"), PARAMETERS)
 
 def told(run: Path, rank: int = 0) -> tuple[Any, Mapping[str, Any]]:
     """Return the table of a rank and what stands beside it."""
-    reading = held.read(run / f"ranks/{rank:05d}/held.json")
+    reading = read_held(run / f"ranks/{rank:05d}/held.json")
     assert reading.warnings == ()
     return reading.tables["held"], reading.facts["held"]
 

@@ -28,10 +28,17 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis.communication.collectives import NO_COLLECTIVES, ONE_RANK, collectives
-from dlprof.analysis.communication.exchange_plans import NOTABLE_SHARE, advice, best_plan, exchange_plans, new_bucket
-from dlprof.analysis.communication.matching import waits
-from dlprof.analysis.communication.overlap import activations, exposed_transfer, transfer_noise
+from dlprof.analysis.communication.collectives import NO_COLLECTIVES, ONE_RANK, collectives, waits
+from dlprof.analysis.communication.exchange_plans import (
+    NOTABLE_SHARE,
+    activations,
+    advice,
+    best_plan,
+    exchange_plans,
+    exposed_transfer,
+    new_bucket,
+    transfer_noise,
+)
 from dlprof.analysis.communication.wrappers import replication
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule

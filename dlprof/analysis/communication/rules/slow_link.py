@@ -30,7 +30,7 @@ from typing import Any
 
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import ATTAINABLE, SLOW_OF_PEAK, links, slowing_settings
-from dlprof.analysis.communication.overlap import transfer_noise
+from dlprof.analysis.communication.exchange_plans import transfer_noise
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table

@@ -27,8 +27,15 @@ import math
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.exchange_plans import DDP_BUCKET, Fit, fewer_collectives, fitted, sized_collectives
-from dlprof.analysis.communication.overlap import exposed_transfer, transfer_noise
+from dlprof.analysis.communication.exchange_plans import (
+    DDP_BUCKET,
+    Fit,
+    exposed_transfer,
+    fewer_collectives,
+    fitted,
+    sized_collectives,
+    transfer_noise,
+)
 from dlprof.analysis.communication.wrappers import sharding
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, nothing

@@ -26,7 +26,7 @@ from typing import Any
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.chains.one_hot import one_hots
+from dlprof.analysis.chains.written_out import one_hots
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
 from dlprof.analysis.compute.operators import operators
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, by_rank, maybe, needs, per_rank

@@ -16,7 +16,7 @@ What to change: `nn.LSTM`, `nn.GRU` or `nn.RNN` over the whole sequence. Where t
 
 from __future__ import annotations
 
-from dlprof.analysis.chains.recurrent import CELLS, GRU, LSTM, RNN, recurrent_loops
+from dlprof.analysis.chains.written_out import CELLS, GRU, LSTM, RNN, recurrent_loops
 from dlprof.analysis.engine import JOB, Frame, Job, by_rank, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import SAVES_FROM

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dlprof.analysis import settings
 from dlprof.analysis.chains.calls import gains
-from dlprof.analysis.chains.losses import COPY, losses
+from dlprof.analysis.chains.written_out import COPY, losses
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing

@@ -27,7 +27,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.host.gaps import ANOMALY, HOST, SAVES_FROM, Loop, hook_loops
 from dlprof.analysis.host.stacks import of_training
 from dlprof.analysis.panel import table
-from dlprof.analysis.timeline.launches import Launches, launches
+from dlprof.analysis.timeline.device import Launches, launches
 from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.units import digits, duration

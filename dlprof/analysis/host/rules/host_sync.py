@@ -20,7 +20,7 @@ optimizer behind a `GradScaler`.
 from __future__ import annotations
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.matching import waits
+from dlprof.analysis.communication.collectives import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM

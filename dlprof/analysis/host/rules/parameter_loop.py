@@ -22,7 +22,7 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.matching import waits
+from dlprof.analysis.communication.collectives import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOOK, HOST, SAVES_FROM

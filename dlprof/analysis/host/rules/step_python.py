@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.matching import waits
+from dlprof.analysis.communication.collectives import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, UNKNOWN, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import (

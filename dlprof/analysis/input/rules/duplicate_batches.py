@@ -27,12 +27,12 @@ def check(mean_step_ns: float = needs(mean_step_ns), job: Job = needs(JOB)) -> E
     iterated = {r: one for r, one in loaders.items() if one.get("iterable") and (one.get("num_workers") or 0) > 1}
     if not iterated:
         raise DoesNotApply("no loader has several workers and an IterableDataset")
-    told = {r: one.get("same_batches") for r, one in iterated.items()}
-    if not any(told.values()):
-        if None in told.values():
+    same_batches = {r: one.get("same_batches") for r, one in iterated.items()}
+    if not any(same_batches.values()):
+        if None in same_batches.values():
             raise NotMeasured("the batches do not tell whether the workers deliver the same samples")
         return nothing("the workers begin with different batches")
-    workers = {r: int(iterated[r]["num_workers"]) for r, same in told.items() if same}
+    workers = {r: int(iterated[r]["num_workers"]) for r, same in same_batches.items() if same}
     cost = {r: mean_step_ns * (1 - 1 / n) for r, n in workers.items()}
     return Estimate(
         saving_ns=min(cost.values()),

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.input.input_waits import Paces, freed_by_equal_workers, paces
+from dlprof.analysis.input.input_waits import AllLoopTimes, freed_by_equal_workers, loop_times
 from dlprof.analysis.input.loader import slowest_workers, worker_means
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import own_time, saving_input
@@ -37,14 +37,14 @@ MOST_BARS = 60
 def check(
     slowest_workers: Frame = needs(slowest_workers),
     breakdown: Maybe[Frame] = maybe(breakdown),
-    paces: Maybe[Paces] = maybe(paces),
+    loop_times: Maybe[AllLoopTimes] = maybe(loop_times),
     step_series: Maybe[Frame] = maybe(step_series),
     own_time: Maybe[Frame] = maybe(own_time),
 ) -> Estimate:
     slow = slowest_workers[slowest_workers["others_ns"] < SCORE * slowest_workers["dur_ns"]]
     if not len(slow):
         return nothing("the workers of each loader take about as long as each other for a batch")
-    wait, recorded = part(breakdown.get(), "input_wait"), paces.get()
+    wait, recorded = part(breakdown.get(), "input_wait"), loop_times.get()
     gone = {
         rank: wait.get(rank, 0.0) * freed_by_equal_workers(recorded, rank, worker)
         for rank, worker in zip(slow["rank"].tolist(), slow["worker"].tolist(), strict=True)

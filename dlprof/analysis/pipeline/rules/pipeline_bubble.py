@@ -28,8 +28,8 @@ import pandas as pd
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.pipeline.bubbles import bubbles
 from dlprof.analysis.pipeline.pipeline_plans import ASSUMED, pipeline_plans
+from dlprof.analysis.pipeline.pipes import bubbles
 from dlprof.analysis.pipeline.schedules import short
 from dlprof.analysis.timeline.steps import mean_step_ns, of_step
 from dlprof.errors import DoesNotApply, NotMeasured

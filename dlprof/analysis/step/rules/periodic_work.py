@@ -24,7 +24,7 @@ from dlprof.analysis.host.stacks import hottest, hottest_own
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import costliest, costly_lines
 from dlprof.analysis.step.breakdown import breakdown, part
-from dlprof.analysis.timeline.patterns import PERIODIC, periodic
+from dlprof.analysis.timeline.stalls import PERIODIC, periodic
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.units import count, digits, duration, percent
 

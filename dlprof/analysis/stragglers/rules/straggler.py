@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.communication.matching import waits
+from dlprof.analysis.communication.collectives import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
@@ -113,9 +113,9 @@ def explain(estimate: Estimate, who_waits: Maybe[Frame] = maybe(who_waits), job:
         how = "the ranks' work shared out evenly"
         why = f": what {who} computes more is of parameters that others do not hold, and they would compute it then."
     ends = MOST_ROWS // 2
-    few = len(ranks) <= MOST_ROWS
-    shown = ranks if few else pd.concat([ranks.head(ends), ranks.tail(ends)])
-    note = "" if few else f"The slowest and the fastest {ends} of {len(ranks)} ranks."
+    all_shown = len(ranks) <= MOST_ROWS
+    shown = ranks if all_shown else pd.concat([ranks.head(ends), ranks.tail(ends)])
+    note = "" if all_shown else f"The slowest and the fastest {ends} of {len(ranks)} ranks."
     return Explanation(
         title=f"{who[0].upper()}{who[1:]} makes the others wait",
         summary=f"It is last in {last} of {met} collectives and {waits}, the others wait {duration(others)}; it {does}"

@@ -1,7 +1,11 @@
-"""Reads pickles of plain data: dicts, lists, tuples, texts, bytes, numbers, truth values and None; nothing else.
+"""Reads what both dumps of PyTorch are: pickles of plain data, and stacks in them.
 
-A pickle is a program that may call any function. This reader implements no instruction that does, so it can only refuse
-a hostile file. It reads a file that is cut off up to the cut; Python's own reader cannot.
+A pickle is a program that may call any function. This reader knows dicts, lists, tuples, texts, bytes, numbers, truth
+values and None, and implements no instruction that calls anything, so it can only refuse a hostile file. It reads a
+file that is cut off up to the cut; the reader of Python cannot.
+
+A stack is a list of dicts of function, file and line, the innermost first. It may have C++ frames between and below the
+Python frames. Work on a thread of the autograd engine has only C++ frames.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ import re
 import zlib
 from pathlib import Path
 from struct import Struct, error
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read.limits import (
     MOST_CONTAINERS,
@@ -23,7 +28,10 @@ from dlprof.read.limits import (
     limit,
     most_unpacked,
 )
-from dlprof.read.opening import open_file
+from dlprof.read.opening import read_file
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # A list of references only, like a stack. Most of a snapshot is such lists; each is made once and reused.
 _REFERENCES = re.compile(rb"\](\x94?)\(((?:j[\s\S]{4}|h[\s\S]){1,2000})e(?!\()")
@@ -50,14 +58,10 @@ def bytes_of(path: Path) -> tuple[bytes, bool]:
 
     Raises DlprofError if it cannot be read, is larger than MOST_WHOLE, or unpacks to far more than real dumps do.
     """
-    most = limit(MOST_WHOLE)
-    with open_file(path) as file:
-        raw = file.read(most + 1 if most < 1 << 62 else -1)
-    if len(raw) > most:
-        raise DlprofError(f"{path}: larger than {MOST_WHOLE >> 20} MB: not read (--no-limits reads it)")
+    raw = read_file(path, MOST_WHOLE)
     if not raw.startswith(b"\x1f\x8b"):
         return raw, False
-    most = min(most, most_unpacked(len(raw)))
+    most = min(limit(MOST_WHOLE), most_unpacked(len(raw)))
     unpacker = zlib.decompressobj(wbits=31)
     try:
         data = unpacker.decompress(raw, most + 1 if most < 1 << 60 else 0)
@@ -151,7 +155,9 @@ class _Machine:
                 body = whole[2]
                 made = known.get(body)
                 if made is None:
-                    made = known[body] = [memo[_place(far, near)] for far, near in _REFERENCE.findall(body)]
+                    made = known[body] = [
+                        memo[_U4.unpack(far)[0] if far else near[0]] for far, near in _REFERENCE.findall(body)
+                    ]
                 if whole[1]:
                     memo[len(memo)] = made
                 push(made)
@@ -229,10 +235,6 @@ class _Machine:
         return at
 
 
-def _place(far: bytes, near: bytes) -> int:
-    return int(_U4.unpack(far)[0]) if far else near[0]
-
-
 def _put(stack: list[Any], mark: int) -> None:
     """Put the pairs on the stack from a mark on into the dict below them."""
     items = stack[mark:]
@@ -273,3 +275,94 @@ def _paired(into: dict[Any, Any], items: list[Any]) -> None:
             if isinstance(value, list):
                 value.append(key)
             key = next(left, None)
+
+
+# Files of Python itself, of installed packages, and of code that a compiler wrote.
+_INSTALLED = re.compile(
+    r"[/\\](site|dist)-packages[/\\]|[/\\]lib(64)?[/\\]python3[^/\\]*[/\\]|[/\\]torch[/\\](_|nn|optim|autograd|utils|"
+    r"distributed|cuda|fx|ao|jit|library|overrides|functional)|[/\\]torchinductor_|^<|\.cpython-"
+)
+_TORCH = re.compile(r"[/\\]torch[/\\]|[/\\]torchinductor_|^<")
+_PYTHON = re.compile(r"\.py$|^<(?!built-in)")
+_NODE = re.compile(r"(\w+Backward\d*|AccumulateGrad)::(?:apply|operator)\b")
+_ENGINE = "torch::autograd::Engine::"
+
+MOST_FRAMES = 400
+_LONGEST = 300  # characters of a function's or a file's name
+
+NO_FRAME = ""
+
+
+class Site(NamedTuple):
+    """Where something was called: `line`, the user's, as "function (file:line)"; `via`, what that called in PyTorch.
+
+    Without a line of the user's, the innermost one of a library, or "backward of NODE"; "": no frame is known.
+    """
+
+    line: str
+    via: str
+
+
+class Sites:
+    """Finds the site of each stack, each distinct stack once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Site]] = {}  # keeps the stack alive, so that no other one gets its id
+
+    def of(self, frames: Any) -> Site:
+        """Return the site of a stack."""
+        found = self._known.get(id(frames))
+        if found is None:
+            found = self._known[id(frames)] = frames, site_of(frames)
+        return found[1]
+
+
+def site_of(frames: Any) -> Site:
+    """Return the site of a stack; Site("", "") if it is malformed."""
+    library = inner = node = ""
+    engine = False
+    for frame in frames[:MOST_FRAMES] if isinstance(frames, list) else ():
+        if not isinstance(frame, dict):
+            continue
+        name, file, line = frame.get("name"), frame.get("filename"), frame.get("line")
+        if not isinstance(name, str) or not isinstance(file, str):
+            continue
+        if not _PYTHON.search(file[:4096]):
+            if not node and (named := _NODE.search(name[:4096])):
+                node = named[1]
+            engine = engine or name.startswith(_ENGINE)
+            continue
+        place = f"{name[:_LONGEST]} ({file[-_LONGEST:]}:{line if isinstance(line, int) else 0})"
+        if not _INSTALLED.search(file):
+            return Site(place, inner or library)
+        if not _TORCH.search(file):
+            library = library or place
+        inner = inner or place
+    if library:
+        return Site(library, inner)
+    return Site(f"backward of {node or 'some node'}" if node or engine else inner, inner)
+
+
+class Columns:
+    """Collects the rows of a table, column by column."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+        self._rows: list[list[Any]] = [[] for _ in schema.TABLES[table]]
+        self._add = [rows.append for rows in self._rows]
+        self.count = 0
+
+    def add(self, row: tuple[Any, ...]) -> None:
+        """Add a row, a value for each column."""
+        for add, value in zip(self._add, row, strict=True):
+            add(value)
+        self.count += 1
+
+    def frame(self) -> pd.DataFrame:
+        """Return the table."""
+        import pandas as pd
+
+        if not self.count:
+            return schema.empty(self.table)
+        columns = dict(zip(schema.TABLES[self.table], self._rows, strict=True))
+        return schema.check(self.table, pd.DataFrame(columns).astype(dict(schema.TABLES[self.table])))

@@ -15,10 +15,10 @@ import pytest
 
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.pipeline import pipes as subject
-from dlprof.analysis.pipeline.bubbles import bubbles, device_turns, overlapped_ns, stage_lengths
 from dlprof.analysis.pipeline.chunks import pipeline, pipeline_chunks
-from dlprof.analysis.pipeline.pipes import Pipe, pipes
+from dlprof.analysis.pipeline.pipes import Pipe, bubbles, pipes, stage_lengths
 from dlprof.analysis.pipeline.rules import devices_in_turn, pipeline_bubble, stage_imbalance
+from dlprof.analysis.pipeline.rules.devices_in_turn import device_turns, overlapped_ns
 from dlprof.analysis.pipeline.schedules import Action
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.errors import DoesNotApply, NotMeasured

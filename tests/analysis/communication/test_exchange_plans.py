@@ -11,14 +11,16 @@ from typing import Any, cast
 import pytest
 
 from dlprof.analysis.communication.collectives import NO_COLLECTIVES
-from dlprof.analysis.communication.exchange_plans import exchange_plans, fitted, unbroadcast
-from dlprof.analysis.communication.overlap import (
+from dlprof.analysis.communication.exchange_plans import (
     activations,
+    exchange_plans,
     exposed_transfer,
+    fitted,
     free_to_hide,
     gradients,
     idle_cores,
     overlap,
+    unbroadcast,
 )
 from dlprof.analysis.communication.rules import exposed_communication, small_collectives
 from dlprof.analysis.engine import Job, Measured
@@ -114,31 +116,13 @@ def silent(**keys: Any) -> dict[str, Any]:
 # Of one rank all that is exposed may be waiting.
 EXPOSED: dict[str, tuple[Made, str, float, float, str, str]] = {
     # A quarter of the transfer, the last bucket, has nothing to hide behind.
-    "found": (
-        reducing(),
-        "found",
-        0.3,
-        0.4,
-        "at most",
-        "40 % of each step is communication that nothing hides; computation",
-    ),
+    "found": (reducing(), "found", 0.3, 0.4, "at most",
+              "40 % of each step is communication that nothing hides; computation"),
     "hidden": (reducing(hidden=390_000), "clear", 0.0075, 0.01, "", ""),
-    "more than computing": (
-        reducing(takes=800_000),
-        "found",
-        0.2,
-        0.8,
-        "at most",
-        "nothing hides; computation could hide 20",
-    ),
-    "one of two": (
-        reducing(takes=800_000)[:1],
-        "found",
-        0.2,
-        0.8,
-        "at most",
-        "nothing hides, or waiting for ranks that are not here; computation could hide 20 %.",
-    ),
+    "more than computing": (reducing(takes=800_000), "found", 0.2, 0.8, "at most",
+                            "nothing hides; computation could hide 20"),
+    "one of two": (reducing(takes=800_000)[:1], "found", 0.2, 0.8, "at most",
+                   "nothing hides, or waiting for ranks that are not here; computation could hide 20 %."),
     "nothing to hide behind": (reducing(takes=980_000), "found", 0.49, 0.98, "at most", "bytes would save at most 49"),
     "in 16 bits": (reducing(takes=980_000, dtype="BFloat16"), "found", 0.49, 0.98, "training", "would save 49 %."),
     "all may be waiting": (reducing(takes=980_000)[:1], "found", 0.98, 0.98, "at most", "ranks that are not here."),
@@ -150,7 +134,7 @@ EXPOSED: dict[str, tuple[Made, str, float, float, str, str]] = {
     "apart": (apart(), "found", 0.15, 0.2, "at most", "of them do not overlap in time"),
     "one rank": ([silent(world_size=1)], "does_not_apply", 0, 0, "", "one rank"),
     "no collectives": ([silent(rank=0), silent(rank=1)], "not_measured", 0, 0, "", NO_COLLECTIVES),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("made", "state", "share", "lost", "how", "told"), EXPOSED.values(), ids=EXPOSED)
@@ -393,16 +377,18 @@ def test_large_exchanges_take_half_as_long_for_half_the_bytes(tmp_path: Path) ->
     assert set(gains(planned(tmp_path / "no gradients", gpu_step() + gathers, fsdp=True))) == {"hidden"}
 
 
-@pytest.mark.parametrize("now", [0.01, 1.0])
-def test_small_buckets_that_mostly_start_become_few(tmp_path: Path, now: float) -> None:
+def test_small_buckets_that_mostly_start_become_few(tmp_path: Path) -> None:
     plans = planned(tmp_path, small_buckets(), ddp=DDP).frame(exchange_plans).set_index("key")
     assert plans["bucket_cap_mb"].dropna().to_dict() == {"bucket": 1.0}
     # Forty exchanges of 2.02 MB take 4.202 ms: 1.277 ms more than 39/40 of 3 ms. Two take 0.402 ms, half of it open.
     assert plans.loc["bucket", "change"] == "`bucket_cap_mb=1` (is 1)"
     assert plans.loc["bucket", "gain_ns"] == pytest.approx(1.277 * MS - 0.201 * MS, rel=1e-3)
-    # The rule names the buckets of the best plan, unless they are there.
-    run = planned(tmp_path / "many", small_buckets(100), ddp=DDP | {"bucket_cap_mb": now})
-    found = ask(RULE, tmp_path / "many" / "run")
+
+
+@pytest.mark.parametrize("now", [0.01, 1.0])
+def test_the_buckets_of_the_best_plan_are_named_unless_they_are_there(tmp_path: Path, now: float) -> None:
+    run = planned(tmp_path, small_buckets(100), ddp=DDP | {"bucket_cap_mb": now})
+    found = ask(RULE, tmp_path / "run")
     assert gains(run)["bucket"] == pytest.approx(found.saving_ns)
     named = [s for c in found.changes for s in c.settings if s.name == "bucket_cap_mb"]
     assert named[0] == Setting("bucket_cap_mb", now, 25.0 if now == 1.0 else 1.0)

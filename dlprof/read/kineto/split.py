@@ -1,15 +1,17 @@
 """Decodes one large trace in several processes.
 
-The file is split into spans at boundaries between events (boundaries.py). Each process decodes one span after another.
-A further process unpacks a packed file, into shared memory: one room for each unpacked span. The rows come back through
-files in memory, and are joined in the file's order.
+`share_out` gives each trace of a run its share of the cores, as if all were read at once. The file is split into spans
+at boundaries between events: `}`, a comma, and an object that has a phase. Decoding proves a boundary afterwards: from
+the first event on, all bytes before it must be whole events. Each process decodes one span after another. A further
+process unpacks a packed file, into shared memory: a buffer for each unpacked span. The rows come back through files in
+memory, and are joined in the order of the file.
 
 A span is used if everything before it was decoded up to its first byte, and it ends where it should. It may not: the
 file is damaged, something only looked like a boundary, or a process died. From the first such span on, the main process
 reads the rest like any other file. It also reads what follows the last span. More events of a damaged file may be read
 than by one process: an event that never ends loses only the events up to the next boundary.
 
-`Table` holds what the processes share: the spans to decode, the rooms, and the rows. `write` and `read` pass objects
+`Table` holds what the processes share: the spans to decode, the buffers, and the rows. `write` and `read` pass objects
 from one process to another through a file in memory. Arrays are written once and not copied.
 """
 
@@ -18,29 +20,160 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import mmap
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import struct
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from dlprof.errors import DlprofError
 from dlprof.read.kineto import event_columns
-from dlprof.read.kineto.event_columns import Processes, Reader, Rows, opened
+from dlprof.read.kineto.event_columns import Processes, Reader, Rows, no_garbage_collection, opened
 from dlprof.read.kineto.events import BlurredTimes, Event, decoder
-from dlprof.read.kineto.json_stream import BLOCK, TraceFile
-from dlprof.read.kineto.shares import workers_for
-from dlprof.read.kineto.split.boundaries import Span, fill, late_boundary, spans
+from dlprof.read.kineto.json_stream import BLOCK, NOT_JSON, TraceFile, elements, repaired
 from dlprof.read.opening import open_file
+
+# Bytes of JSON. Splitting a smaller trace gains less than 0.1 s.
+LEAST_BYTES = 96 << 20
+# Memory of a decoding process: the rows of a span and, for a packed file, the span itself.
+PROCESS_BYTES = 120 << 20
+# A further core is used only if the share has at least this fraction of it.
+_ROUNDED_OFF = 0.2
+
+_cores: dict[Path, int] = {}
+
+
+def share_out(bytes_of: Mapping[Path, int], of_bytes: int, jobs: int | None = None) -> None:
+    """Divide the cores, or `jobs` of them, among traces, for this process and those that are forked from it.
+
+    `bytes_of`: their unpacked bytes; `of_bytes`: those of all that is read at once.
+    """
+    cores = jobs or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    _cores.clear()
+    for path, size in bytes_of.items():
+        if size >= LEAST_BYTES:
+            _cores[path] = math.ceil(cores * size / of_bytes - _ROUNDED_OFF)
+
+
+def workers_for(path: Path) -> int:
+    """Return how many processes may decode a trace; below 2: do not split it."""
+    # Forking is safe while this process has no thread of its own; daemons have no children.
+    can_fork = threading.active_count() == 1 and hasattr(os, "memfd_create")
+    if path not in _cores or not can_fork or multiprocessing.current_process().daemon:
+        return 0
+    free = free_bytes()
+    return _cores[path] if free is None else min(_cores[path], free // 2 // PROCESS_BYTES)
+
+
+def free_bytes() -> int | None:
+    """Return the available memory of this machine in bytes; None: unknown."""
+    try:
+        with open("/proc/meminfo") as f:  # noqa: PTH123 - a line of the kernel's
+            return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+WINDOW = 256 << 10  # bytes that are searched for a boundary at once
+LAST = 2 << 20  # bytes after the last span, which one process decodes while the others are idle
+# Objects in lists within args look like events until they are decoded. These limit the candidates that are tried, those
+# without an end in the window, and the windows without a boundary, so that damaged files do not cost more.
+_TRIED, _ENDLESS, _MISSED = 100, 4, 16
+
+_BOUNDARY = re.compile(rb"\}(\s*,\s*)(?=\{\s*\")")
+
+
+class _Phase(msgspec.Struct):
+    ph: str
+
+
+_has_phase = msgspec.json.Decoder(_Phase).decode
+
+
+class Span(NamedTuple):
+    """A piece of a trace, in unpacked bytes: whole events from `start` up to `stop`; `after`: where the next begins."""
+
+    start: int
+    stop: int
+    after: int
+
+
+def boundary(window: bytes) -> tuple[int, int] | None:
+    """Return where an event ends and the next one begins, without proof; None: no boundary in these bytes."""
+    endless = 0
+    for found in islice(_BOUNDARY.finditer(window), _TRIED):
+        _, end = next(elements(window, found.end()), (0, 0))
+        endless += not end
+        if endless == _ENDLESS:
+            break
+        try:
+            _has_phase(repaired(window[found.end() : end]))
+        except NOT_JSON:
+            continue
+        return found.start(1), found.end()
+    return None
+
+
+def late_boundary(held: bytes | memoryview) -> tuple[int, int] | None:
+    """Return a boundary close to the end of these bytes; None if there is none."""
+    begin = len(held) - LAST
+    found = boundary(bytes(held[begin : begin + WINDOW])) if begin > 0 else None
+    return (begin + found[0], begin + found[1]) if found else None
+
+
+def spans(file: int, first: int, aim: int) -> Iterator[Span]:
+    """Split an open file with its first event at `first` into spans of about `aim` bytes.
+
+    What follows the last span is short, unless no boundary is found.
+    """
+    size = os.fstat(file).st_size
+
+    def last_of(start: int) -> int:
+        return size - LAST if start + 2 * LAST < size else size
+
+    start, looked, missed = first, min(first + aim, last_of(first)), 0
+    while looked + WINDOW < size and missed < _MISSED:
+        found = boundary(os.pread(file, WINDOW, looked))
+        if found:
+            span = Span(start, looked + found[0], looked + found[1])
+            yield span
+            start, looked, missed = span.after, min(span.after + aim, last_of(span.after)), 0
+        else:
+            looked, missed = looked + WINDOW, missed + 1
+
+
+def fill(memory: memoryview, held: bytes, blocks: Iterator[bytes], aim: int) -> tuple[int, tuple[int, int] | None]:
+    """Copy `held` and then blocks into `memory`, until there is a boundary after the first `aim` bytes.
+
+    Return the number of bytes, and the boundary: where an event ends and where the next one begins. It is None if
+    the blocks ended before one was found, or if `memory` is full.
+    """
+    size, looked = len(held), aim
+    memory[:size] = held
+    while True:
+        if size >= looked + WINDOW:
+            if found := boundary(bytes(memory[looked:size])):
+                return size, (looked + found[0], looked + found[1])
+            looked = size - WINDOW // 2  # an event at the seam is whole in what is looked at next
+        if size + BLOCK > len(memory) or not (block := next(blocks, b"")):
+            return size, None
+        memory[size : size + len(block)] = block
+        size += len(block)
 
 
 def decode(path: Path, processes: Processes = None) -> Rows:
-    """Return the rows of a file (event_columns.py), decoded by one process for each core of its share (shares.py)."""
+    """Return the rows of a file (event_columns.py), decoded by one process for each core of its share."""
     for exact in (False, True):
         begun = begin(path, processes, exact)
         if begun is None:
@@ -69,7 +202,7 @@ class Decoding:
         self._first = self._file.position
         self._processes, self._exact = processes, exact
         is_packed = self._file.is_packed
-        self._table = Table(workers + is_packed, rooms=workers + 2 if is_packed else 0)
+        self._table = Table(workers + is_packed, buffers=workers + 2 if is_packed else 0)
         try:
             if not is_packed:
                 self._put_spans()
@@ -84,14 +217,11 @@ class Decoding:
 
     def rows(self) -> Rows:
         """Return the rows of the file; may be called once. Raises BlurredTimes, and DlprofError if it is no trace."""
-        was_on = gc.isenabled()
-        gc.disable()
         try:
-            return self._joined()
+            with no_garbage_collection():
+                return self._joined()
         finally:
             self.close()
-            if was_on:
-                gc.enable()
 
     def close(self) -> None:
         """Drop what was decoded, and have no further span decoded."""
@@ -151,21 +281,21 @@ class Decoding:
                 if file.is_through:
                     reader.compact()
                     done = done._replace(made=reader)
-            if task.room != IN_FILE:
-                self._table.free(task.room)
-            self._table.lay_down(number, done)
-        self._table.lay_down(number, None)
+            if task.buffer != IN_FILE:
+                self._table.free(task.buffer)
+            self._table.post(number, done)
+        self._table.post(number, None)
 
     def _bytes_of(self, task: Task) -> Iterator[bytes]:
         """Yield the bytes of a span, then the closing bracket that it lacks."""
         size = task.span.stop - task.span.start
-        if task.room == IN_FILE:
+        if task.buffer == IN_FILE:
             with open_file(self._file.path) as raw:
                 raw.seek(task.span.start)
                 for at in range(0, size, BLOCK):
                     yield raw.read(min(BLOCK, size - at))
         else:
-            memory = self._table.room(task.room)
+            memory = self._table.buffer(task.buffer)
             for at in range(0, size, BLOCK):
                 yield bytes(memory[at : min(at + BLOCK, size)])
         yield b"]"
@@ -175,23 +305,23 @@ class Decoding:
         self._table.leave(unpacks=True)
         file, start, held = self._file, self._first, self._file.buffered
         for task in itertools.count():
-            room = self._table.free_room()
-            if room is None:
+            buffer = self._table.free_buffer()
+            if buffer is None:
                 return
-            memory = self._table.room(room)
+            memory = self._table.buffer(buffer)
             size, found = fill(memory, held, file.blocks, AIM_PACKED)
             # Without a boundary, the file is at its end, or nothing in it looks like one.
             is_end = not found and next(file.blocks, None) is None
             found = late_boundary(memory[:size]) if is_end else found
             if found:
                 span = Span(start, start + found[0], start + found[1])
-                self._table.put(Task(task, room, span))
+                self._table.put(Task(task, buffer, span))
                 held, start = bytes(memory[found[1] : size]), span.after
             if is_end:
-                self._table.lay_down(number, Done(task + bool(found), Span(start, start, start), held, file.stops))
+                self._table.post(number, Done(task + bool(found), Span(start, start, start), held, file.stops))
             if is_end or not found:
                 break
-        self._table.lay_down(number, None)
+        self._table.post(number, None)
 
 
 def _run(work: Callable[[int], None], number: int) -> None:
@@ -205,31 +335,25 @@ def _run(work: Callable[[int], None], number: int) -> None:
 # Bytes of a span. Each span decodes its names anew, so they are large; spans of a packed file are held in memory.
 AIM = 32 << 20
 
-
 AIM_PACKED = 16 << 20
 
+_BUFFER_BYTES = AIM_PACKED + (8 << 20)
 
-_ROOM = AIM_PACKED + (8 << 20)
-
-
-_TASK = struct.Struct("<5q")  # number, room, span
-
+_TASK = struct.Struct("<5q")  # number, buffer, span
 
 _POST = struct.Struct("<3q")  # process, start and length of its message; length 0: the process is done
 
-
-IN_FILE = -1  # as a task's room: the file is not packed
-
+IN_FILE = -1  # as a task's buffer: the file is not packed
 
 # A pipe holds at least a page. All tasks of an unpacked file are in it before a process takes one.
 MOST_SPANS = mmap.PAGESIZE // _TASK.size
 
 
 class Task(NamedTuple):
-    """A span to decode: its number in the file, and the room with its bytes."""
+    """A span to decode: its number in the file, and the buffer with its bytes."""
 
     number: int
-    room: int
+    buffer: int
     span: Span
 
 
@@ -267,44 +391,44 @@ class _Pipe:
 class Table:
     """The processes take spans from it and put their results into it. It is made before they are forked.
 
-    `rooms`: how many unpacked spans of a packed file it holds at once.
+    `buffers`: how many unpacked spans of a packed file it holds at once.
     """
 
-    def __init__(self, processes: int, rooms: int = 0) -> None:
+    def __init__(self, processes: int, buffers: int = 0) -> None:
         self._tasks, self._posts, self._free = _Pipe(), _Pipe(), _Pipe()
         self._stop = mmap.mmap(-1, 1)
-        self._rooms = memoryview(mmap.mmap(-1, rooms * _ROOM)) if rooms else memoryview(b"")
+        self._buffers = memoryview(mmap.mmap(-1, buffers * _BUFFER_BYTES)) if buffers else memoryview(b"")
         self._outputs = [os.memfd_create("dlprof") for _ in range(processes)]
         self._written = 0  # by this process
-        self._free.write(bytes(range(rooms)))
+        self._free.write(bytes(range(buffers)))
         self.lost = False  # whether a process ended before it had done its work
 
     def put(self, task: Task) -> None:
         """Add a span to decode."""
-        self._tasks.write(_TASK.pack(task.number, task.room, *task.span))
+        self._tasks.write(_TASK.pack(task.number, task.buffer, *task.span))
 
     def take(self) -> Task | None:
         """Return the next span to decode; None if there are no more."""
         data = b"" if self._stop[0] else self._tasks.read(_TASK.size)
         if not data:
             return None
-        number, room, *span = _TASK.unpack(data)
-        return Task(number, room, Span(*span))
+        number, buffer, *span = _TASK.unpack(data)
+        return Task(number, buffer, Span(*span))
 
-    def room(self, number: int) -> memoryview:
-        """Return a room's memory."""
-        return self._rooms[number * _ROOM : (number + 1) * _ROOM]
+    def buffer(self, number: int) -> memoryview:
+        """Return a buffer's memory."""
+        return self._buffers[number * _BUFFER_BYTES : (number + 1) * _BUFFER_BYTES]
 
-    def free_room(self) -> int | None:
-        """Wait for a free room and return its number; None if no process is left to free one."""
+    def free_buffer(self) -> int | None:
+        """Wait for a free buffer and return its number; None if no process is left to free one."""
         data = b"" if self._stop[0] else self._free.read(1)
         return data[0] if data else None
 
-    def free(self, room: int) -> None:
-        """Mark a room as free."""
-        self._free.write(bytes((room,)))
+    def free(self, buffer: int) -> None:
+        """Mark a buffer as free."""
+        self._free.write(bytes((buffer,)))
 
-    def lay_down(self, process: int, done: Done | None) -> None:
+    def post(self, process: int, done: Done | None) -> None:
         """Add the result of a span; None: this process is done."""
         length = 0
         if done:
@@ -333,7 +457,7 @@ class Table:
         """Close the pipe ends that this process does not use, so that readers see when the last writer is gone."""
         works = unpacks or decodes
         self._tasks.close(reads=not decodes, writes=not unpacks)
-        # Rooms are also freed after everything is unpacked.
+        # Buffers are also freed after everything is unpacked.
         self._free.close(reads=not works, writes=not decodes)
         self._posts.close(reads=works, writes=not works)
 
@@ -347,7 +471,6 @@ class Table:
 
 
 _COUNT = struct.Struct("<q")
-
 
 _ALIGNED = 64
 

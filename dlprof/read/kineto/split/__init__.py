@@ -1,1 +1,0 @@
-"""One trace decoded by several processes."""
