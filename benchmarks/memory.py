@@ -34,7 +34,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import measure
 from dlprof.analysis.memory.changes import memory_changes, memory_what_if
-from dlprof.analysis.memory.composition import memory_composition
+from dlprof.analysis.memory.memory import memory_composition
 from dlprof.read.run import open_run
 from simulator import folder as recordings
 from simulator import healthy, memory

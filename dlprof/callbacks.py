@@ -13,9 +13,9 @@ from functools import cache, partial
 from types import FrameType
 from typing import Any
 
-from dlprof import profile, trackers
+from dlprof import profile
 from dlprof.plain import words_of
-from dlprof.profiling import Profile
+from dlprof.profiling import Profile, active_trackers, of_lightning
 from dlprof.record import guarded
 from dlprof.record.recorder import say
 
@@ -86,7 +86,7 @@ class _OfLightning(_Training):
 
     def setup(self, trainer: Any, _module: Any, stage: str) -> None:
         if stage == "fit":  # before the optimizers are made, and after the process group is
-            self._begin(lambda: [*map(trackers.of_lightning, trainer.loggers)])
+            self._begin(lambda: [*map(of_lightning, trainer.loggers)])
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         self._count(trainer.global_step)
@@ -108,7 +108,7 @@ def _reported(caller: FrameType) -> list[Any]:
     """
     beside = getattr(caller.f_locals.get("self"), "callbacks", ())
     writers = [writer for one in beside if (writer := getattr(one, "tb_writer", None)) is not None]
-    return [*trackers.active(), *writers]
+    return [*active_trackers(), *writers]
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 import dlprof
-from dlprof import trackers
+from dlprof import profiling
 from dlprof.result import Proposal, Result, change
 from tests.fixtures import results
-from tests.fixtures.jobs import TORCHRUN, environment, launch, record, rows, tiny
+from tests.fixtures.jobs import TORCHRUN, environment, record, rows, run_plainly, tiny
+from tests.fixtures.places import ROOT
 
 pytest.importorskip("torch", reason="recording needs torch")
-
-HERE = str(Path(dlprof.__file__).parent.parent)
-
-
-def plain(folder: Path, body: str, *before: str) -> Any:
-    """Run a script plainly; its process must end well."""
-    done = launch([sys.executable, *before, tiny(folder, body)], folder, env=environment(PYTHONPATH=HERE))
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def said(done: Any) -> list[str]:
@@ -77,7 +68,7 @@ LOOPS = """
 
 @pytest.mark.long
 def test_each_block_ends_with_its_verdict_or_with_one_line_and_leaves_the_process_as_it_was(tmp_path: Path) -> None:
-    done = plain(tmp_path, LOOPS)
+    done = run_plainly(tiny(tmp_path, LOOPS))
     assert done.stdout.splitlines() == [
         f"{tmp_path}/run/report.html input_wait True",
         "False report.html True",
@@ -112,7 +103,9 @@ def test_under_wrap_a_block_only_marks_steps(tmp_path: Path) -> None:
             print(e)
     """
     options = ["--no-trace", "--no-sample", "--quiet"]
-    done = record(tiny(tmp_path, body), folder=tmp_path / "outer", options=options, env=environment(PYTHONPATH=HERE))
+    done = record(
+        tiny(tmp_path, body), folder=tmp_path / "outer", options=options, env=environment(PYTHONPATH=str(ROOT))
+    )
     assert done.stdout == f"there is no verdict: this process is recorded already, into {tmp_path}/outer\n"
     assert said(done) == []
     assert not (tmp_path / "inner").exists()
@@ -151,23 +144,22 @@ RANKS = """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", [TORCHRUN, ()], ids=["torchrun", "multiprocessing"])
+@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param((), id="multiprocessing", marks=pytest.mark.slow)])
 def test_ranks_record_into_one_folder_and_rank_0_waits_for_all_and_says_so_once(
     launcher: tuple[str, ...], tmp_path: Path
 ) -> None:
-    done = plain(tmp_path, RANKS, *launcher)
+    done = run_plainly(*launcher, tiny(tmp_path, RANKS))
     assert done.stdout.replace("\n", "") == "(0, 1)" * 2
     assert [line for line in said(done) if "report: " in line] == [f"report: {tmp_path}/run/report.html"]
     assert " · 2 × CPU · " in said(done)[0]
     assert [path.name for path in tmp_path.glob("run*")] == ["run"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"), [({"window": (1, 2)}, ValueError), ({"log": "wandb"}, ValueError), ({"widow": 1}, TypeError)]
-)
-def test_options_that_make_no_sense_are_refused_before_the_block(wrong: dict[str, Any], error: Any) -> None:
-    with pytest.raises(error):
-        dlprof.profile(**wrong)
+def test_options_that_make_no_sense_are_refused_before_the_block() -> None:
+    with pytest.raises(ValueError, match="log='wandb'"):
+        dlprof.profile(log="wandb")
+    with pytest.raises(TypeError, match="widow"):
+        dlprof.profile(widow=1)
 
 
 class Refuses:
@@ -188,15 +180,15 @@ class Keeps:
 
 def test_of_trackers_one_that_fails_keeps_nothing_from_the_next() -> None:
     result, kept = results.ALL["ddp"](), Keeps()
-    trackers.log(result, Path("run/report.html"), [Refuses(), kept], 7)
-    assert kept.figures == (trackers.figures_of(result), 7)
+    profiling.log_verdict(result, Path("run/report.html"), [Refuses(), kept], 7)
+    assert kept.figures == (profiling.figures_of(result), 7)
 
 
 def test_the_figures_that_are_logged() -> None:
     result: Result = results.ALL["ddp"]()
     assert result.window
     first = Proposal(change("num_workers=6"), ("input_wait",), "step", 100.0, 80.0, 1.25)
-    figures = trackers.figures_of(replace(result, changes=(first,), window=replace(result.window, mfu=0.4)))
+    figures = profiling.figures_of(replace(result, changes=(first,), window=replace(result.window, mfu=0.4)))
     waits = [part.share for part in result.time if part.category == "input_wait"]
     expected = {
         "dlprof/first_change_speedup": 1.25,
@@ -205,4 +197,4 @@ def test_the_figures_that_are_logged() -> None:
         "dlprof/input_wait_share": pytest.approx(sum(waits) / len({part.rank for part in result.time})),
     }
     assert {name: figures[name] for name in expected} == expected
-    assert trackers.figures_of(replace(result, window=None, time=(), changes=())) == {}
+    assert profiling.figures_of(replace(result, window=None, time=(), changes=())) == {}

@@ -18,7 +18,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import exchanged, size_class
 from dlprof.analysis.communication.blame import blame
 from dlprof.analysis.communication.collectives import host_clocks
-from dlprof.analysis.compute.device_kinds import kinds_of_work
+from dlprof.analysis.compute.kernels import kinds_of_work
 from dlprof.analysis.compute.operators import tensor_cores, work_means
 from dlprof.analysis.compute.peaks import arithmetic
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, Measure, Measured, maybe, needs, per_rank
@@ -26,21 +26,20 @@ from dlprof.analysis.host.parts import ALL, BETWEEN, LAUNCHES, LOOP, OPTIMIZER, 
 from dlprof.analysis.host.stacks import DOING, line_times, profile_summaries
 from dlprof.analysis.host.waiting import device_lag
 from dlprof.analysis.input.loader import before_forward, loader_means
-from dlprof.analysis.machine.gpu_logs import gpu_uses
+from dlprof.analysis.machine.gpus import gpu_uses
 from dlprof.analysis.machine.samples import foreign_load, sample_means
-from dlprof.analysis.memory.holdings import memory_footprint
+from dlprof.analysis.memory.changes import memory_footprint
 from dlprof.analysis.memory.memory import memory_use, most_memory
 from dlprof.analysis.memory.snapshot import memory_holders, memory_peak
-from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.modules.tree import FLAGS, module_means
-from dlprof.analysis.modules.work import module_naming
+from dlprof.analysis.modules.work import OUTSIDE, module_naming
 from dlprof.analysis.panel import MOST_RANKS as MOST_LISTED
 from dlprof.analysis.panel import cells
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.analysis.step.savings import lengths_ns, spread
+from dlprof.analysis.step.throughput import of_throughput, scaling, throughput
 from dlprof.analysis.step.whole_job import run_parts
 from dlprof.analysis.stragglers.late_ranks import members_of
-from dlprof.analysis.throughput.rates import of_throughput, scaling, throughput
 from dlprof.analysis.timeline.device import device_time
 from dlprof.analysis.timeline.steps import mean_step_ns, phases_of_step, step_means
 from dlprof.analysis.timeline.what_if import replayed_steps

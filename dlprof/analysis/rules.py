@@ -2,6 +2,7 @@
 
 from dlprof.analysis.communication.rules import (
     data_parallel,
+    expert_imbalance,
     exposed_communication,
     hung_collective,
     mismatched_collectives,
@@ -28,7 +29,6 @@ from dlprof.analysis.compute.rules import (
     unused_gradients,
 )
 from dlprof.analysis.estimate import Rule
-from dlprof.analysis.experts.rules import expert_imbalance
 from dlprof.analysis.host.rules import (
     anomaly_mode,
     busy_thread,
@@ -65,7 +65,6 @@ from dlprof.analysis.memory.rules import (
     pageable_copy,
 )
 from dlprof.analysis.pipeline.rules import devices_in_turn, pipeline_bubble, stage_imbalance
-from dlprof.analysis.precision.rules import skipped_steps
 from dlprof.analysis.step.rules import (
     checkpoint_stall,
     gc_pauses,
@@ -73,6 +72,7 @@ from dlprof.analysis.step.rules import (
     job_failed,
     periodic_work,
     recompilation,
+    skipped_steps,
     slow_start,
     stalled_steps,
     unused_forward,

@@ -45,7 +45,7 @@ from dlprof.analysis.input.input_waits import AllLoopTimes, correction, input_wa
 from dlprof.analysis.pipeline.pipeline_plans import Model, pipeline_models
 from dlprof.analysis.step.breakdown import breakdown, part, part_noise
 from dlprof.analysis.step.savings import own_time, saving, saving_input
-from dlprof.analysis.throughput.rates import throughput
+from dlprof.analysis.step.throughput import throughput
 from dlprof.analysis.timeline import device, host
 from dlprof.analysis.timeline.device import device_work
 from dlprof.analysis.timeline.steps import mean_step_ns, step_series

@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from dlprof import overrides
+from dlprof import nsys, overrides
 from dlprof.commands import out, rarely
 from dlprof.errors import DlprofError
-from dlprof.record.launch import nsys, options
+from dlprof.record.launch import options
 
 
 def _setting(value: str) -> str:

@@ -15,16 +15,14 @@ from typing import NoReturn
 
 import click
 
-from dlprof import redaction
+from dlprof import nsys, redaction
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError, RefusedError
 from dlprof.plain import plain, words_of
-from dlprof.record.launch import nsys
 from dlprof.record.launch.child import deaf
-from dlprof.record.launch.folder import RunFolder, opened
-from dlprof.record.launch.stopping import kill
+from dlprof.record.launch.folder import RunFolder, number_of, opened, task_of
 from dlprof.record.launch.supervisor import applied, end_like, must_be_linux, supervise, unrecorded
-from dlprof.record.launch.tasks import task_of
+from dlprof.record.launch.watching import kill
 from dlprof.record.ranks import local_rank
 from dlprof.redaction import shown
 from dlprof.run_folder import recorded
@@ -127,7 +125,7 @@ def record(
     must_be_linux()
     if env.get("DLPROF_RUN"):
         _run_unrecorded(command, env, f"this is recorded already, into {env['DLPROF_RUN']}, and not a second time")
-    launcher = nsys.launcher(env, bool(recording.asked["capture"])) if recording.nsys else None
+    launcher = nsys.launcher(env, number_of(env), bool(recording.asked["capture"])) if recording.nsys else None
     changed = recording.environment(env)
     task = task_of(changed)
     overridden = {name: shown(name, value) for name, value in recording.overrides.items()}

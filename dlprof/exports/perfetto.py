@@ -43,8 +43,7 @@ from dlprof.analysis.engine import (
     within_rank,
 )
 from dlprof.analysis.input.loader import fetches
-from dlprof.analysis.machine.log_clocks import OPTIONS, placed_samples
-from dlprof.analysis.machine.samples import held
+from dlprof.analysis.machine.samples import OPTIONS, held, placed_samples
 from dlprof.analysis.step.partition import partition
 from dlprof.analysis.timeline.host import parents, training_lane
 from dlprof.analysis.timeline.steps import step_series

@@ -20,8 +20,8 @@ from dlprof.live.follow import Follower, RankNow, of
 from dlprof.live.look import Frame, Process, Thread, below, disks, mine, texts_of, with_stacks
 from dlprof.live.standstill import Rank, Seen
 from dlprof.plain import plain
+from dlprof.record.failures import ASK, FLIGHT, STILL
 from dlprof.record.ranks import Word, words_here, words_in
-from dlprof.record.still import ASK, FLIGHT, STILL
 from dlprof.units import ranks_named
 
 _FULL_BYTES = 1_000_000

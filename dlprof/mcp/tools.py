@@ -22,7 +22,7 @@ from dlprof.errors import DlprofError
 from dlprof.plain import NBSP, plain
 from dlprof.read import facts
 from dlprof.record.launch.process import has_ended, stat_of, tied
-from dlprof.record.launch.stopping import kill
+from dlprof.record.launch.watching import kill
 from dlprof.redaction import said
 from dlprof.report import brief, formatting
 from dlprof.result import Outcome, Result

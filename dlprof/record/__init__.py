@@ -13,11 +13,11 @@ thread that trains.
   many forward passes and no training in a process that is nobody's child of multiprocessing.
 * **Threads.** One thread trains, and only it is measured: the first that fetches a batch or calls a module, until
   another one is seen to train. Hooks compare `get_ident()` and do nothing on other threads. One thread is ours
-  (ending.py). It is no `threading.Thread`, so that a script that joins all threads does not wait for it.
+  (signals.py). It is no `threading.Thread`, so that a script that joins all threads does not wait for it.
 * **Re-entrancy.** Hooks run inside each other: a loader whose data set iterates another loader, an optimizer that steps
   another one, a backward pass inside a backward pass. Only the outermost counts. `__del__` may call a hook when the
   interpreter is half gone: check that we still record before anything else.
-* **Signals.** The script's handlers wait while the main thread is in our code (handlers.py): an `except Exception` of
+* **Signals.** The script's handlers wait while the main thread is in our code (signals.py): an `except Exception` of
   ours meets nothing that they raise. That holds for a second, and in wrappers for their own frame alone: call nothing
   of Python's there but the original, torch's `is_compiling`, and functions of ours that are no wrappers. SIGTERM's
   handler is ours: it runs between any two bytecodes of the training thread, and ends the recording there. So take a

@@ -3,6 +3,10 @@
 Rank 0 alone looks at the file and at the lengths of its steps. It says in the process group's store which steps will be
 traced, so far ahead that all ranks have looked there by then. Ranks without a process group look at the file
 themselves, and agree on nothing.
+
+Only what ranks cannot compute alike by themselves is in that store, a few numbers in a job. A rank that reads waits for
+an answer of the store's server, some tens of µs, and for nothing else. What fails there ends the agreement, not the
+job.
 """
 
 from __future__ import annotations
@@ -11,12 +15,74 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dlprof.record.agreed import Agreed
-from dlprof.record.ranks import find_size
+from dlprof.record.ranks import find_size, process_group
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step, kind_of
+from dlprof.record.step_clock import Step, kind_of
+
+
+class Agreed:
+    """Numbers by name. `leads`: others may follow this rank; `follows`: rank 0 leads it; neither: it is alone."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._rank = -1
+        self._run = ""
+        self._written: dict[str, int] = {}
+        self.size = 1  # how many ranks agree
+
+    def connect(self, run: str) -> None:
+        """Look for the process group, if none was found yet. `run`: a name of the recording, alike on all ranks.
+
+        Of several recordings of one job, each has numbers of its own.
+        """
+        if self._store is not None or self._rank == 0:
+            return
+        distributed = process_group()
+        if distributed is None or distributed.get_world_size() < 2:
+            return
+        try:
+            from torch.distributed.distributed_c10d import _get_default_store
+
+            self.share(_get_default_store(), distributed.get_rank(), distributed.get_world_size(), run)
+        except Exception:  # noqa: BLE001 - a backend without a store, as MPI's
+            self._rank = 0
+
+    def share(self, store: Any, rank: int, size: int = 2, run: str = "") -> None:
+        """Agree with the other ranks that have this store."""
+        self._store, self._rank, self.size, self._run = store, rank, size, run
+
+    @property
+    def leads(self) -> bool:
+        """Whether others may follow this rank."""
+        return self._store is not None and self._rank == 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether rank 0 leads this one."""
+        return self._store is not None and self._rank > 0
+
+    def write(self, name: str, number: int) -> None:
+        """Write a number, if this rank leads."""
+        if self.leads and self._written.get(name) != number:
+            self._written[name] = number
+            try:
+                self._store.set(f"dlprof/{self._run}/{name}", str(number))
+            except Exception:  # noqa: BLE001 - the server is gone, and the job with it
+                self._store = None
+
+    def read(self, name: str) -> int | None:
+        """Return the number that rank 0 wrote; None: none, or nothing can be read."""
+        if not self.follows:
+            return None
+        try:
+            key = f"dlprof/{self._run}/{name}"
+            return int(self._store.get(key)) if self._store.check([key]) else None
+        except Exception:  # noqa: BLE001 - as above
+            self._store = None
+            return None
+
 
 ASK = "ask-window.json"  # in the run folder: how many steps
 
@@ -113,8 +179,8 @@ class Further:
         if agreed.follows or apart:
             self._lengths = None  # rank 0's are looked at
         if agreed.follows:
-            return self._told()
-        steps, why = self._asked(), "asked"
+            return self._from_rank_0()
+        steps, why = self._requested(), "asked"
         if steps is None and self._lengths is not None and self._lengths.slower:
             steps, why, self._lengths = STEPS, "slower", None
         if steps is None:
@@ -129,8 +195,8 @@ class Further:
         agreed.write(f"window {self._number}", first)  # the last one: who reads it finds the others
         return Due(self._number, first, steps, why)
 
-    def _told(self) -> Due | None:
-        """Return what rank 0 has said."""
+    def _from_rank_0(self) -> Due | None:
+        """Return the window that rank 0 has written to the store."""
         name = f"window {self._number + 1}"
         if (first := self._agreed.read(name)) is None:
             return None
@@ -138,7 +204,7 @@ class Further:
         steps, slower = self._agreed.read(f"{name} steps"), self._agreed.read(f"{name} slower")
         return Due(self._number, first, steps or STEPS, "slower" if slower else "asked")
 
-    def _asked(self) -> int | None:
+    def _requested(self) -> int | None:
         """Return how many steps a new file asks for; None: there is none, or it makes no sense."""
         written = self._written()
         if written in (0, self._taken):

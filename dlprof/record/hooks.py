@@ -10,6 +10,7 @@ Also hooks that see where the script makes its loaders, wrappers and optimizers,
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import os
@@ -19,9 +20,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dlprof import marks
+from dlprof import marks, redaction
 from dlprof.plain import words_of
-from dlprof.record import handlers, options
+from dlprof.record import signals
 from dlprof.record.calls.attribution import in_place_of, passed, passed_over, passing
 from dlprof.record.calls.files import Files
 from dlprof.record.calls.frames import Frames
@@ -32,8 +33,7 @@ from dlprof.record.loaders import forget_passes
 from dlprof.record.model.ranges import Ranges
 from dlprof.record.observed import Observed
 from dlprof.record.recorder import Collector, Recorder
-from dlprof.record.step_clock import StepClock
-from dlprof.record.stepping import Phases
+from dlprof.record.step_clock import Phases, StepClock
 
 _ABSENT = object()  # the attribute was inherited: undone by deleting ours
 
@@ -101,9 +101,9 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]], cores: Iter
         _watch_optimizers(recorder)
         _watch_loaders(recorder.clock)
         _watch_graphs(Graphs(recorder))
-        watch(recorder.observed.calls, _is_traced(), put, hidden)
-        handlers.watch(put, at_uninstall)
-        options.watch(recorder.observed, put)
+        watch_calls(recorder.observed.calls)
+        signals.watch(put, at_uninstall)
+        _watch_options(recorder.observed)
         recorder.observed.calls.files.watch(at_uninstall)
     except Exception:
         # A torch that is not as we know it: what hangs on it already must do nothing.
@@ -178,18 +178,11 @@ def watch_method(kind: type, name: str, watched: Callable[[Any], Any]) -> None:
         wrap_if_known(one)
 
 
-def _is_traced() -> Callable[[], bool]:
-    """Return a function that Dynamo reads as True, so that it reads nothing that follows; else it costs little."""
-    import torch
-
-    return getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
-
-
 def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
     import torch
 
     original: Any = torch.nn.Module.__call__
-    is_traced, is_captured, passed_on = _is_traced(), clock.is_captured, passed
+    is_traced, is_captured, passed_on = torch.compiler.is_dynamo_compiling, clock.is_captured, passed
     known = getattr(getattr(original, "__code__", None), "co_names", ()) == ("_compiled_call_impl", "_call_impl")
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
@@ -237,7 +230,7 @@ def _watch_modules(clock: StepClock, ranges: Ranges) -> None:
 def _watch_autograd(clock: StepClock) -> None:
     import torch
 
-    is_traced, is_captured = _is_traced(), clock.is_captured
+    is_traced, is_captured = torch.compiler.is_dynamo_compiling, clock.is_captured
 
     def timed(original: Callable[..., Any]) -> Any:
         is_backward = original.__name__ == "backward"
@@ -270,10 +263,11 @@ def _watch_autograd(clock: StepClock) -> None:
 
 
 def _watch_optimizers(recorder: Recorder) -> None:
+    import torch
     from torch.amp.grad_scaler import GradScaler
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    is_traced, clock, observed = _is_traced(), recorder.clock, recorder.observed
+    is_traced, clock, observed = torch.compiler.is_dynamo_compiling, recorder.clock, recorder.observed
     is_captured = clock.is_captured
 
     def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -335,7 +329,7 @@ def _watch_graphs(graphs: Graphs) -> None:
     if not all(hasattr(kind, name) for name in ("capture_begin", "capture_end", "replay")):
         return  # the steps of other jobs are marked without it
     beginning, ending, replaying = kind.capture_begin, kind.capture_end, kind.replay
-    is_traced = _is_traced()
+    is_traced = torch.compiler.is_dynamo_compiling
 
     @functools.wraps(beginning)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -468,19 +462,20 @@ def _watch_loaders(clock: StepClock) -> None:
 # Classes of modules that come when a script imports them, by the kind of call that makes one.
 _LATER = {"FullyShardedDataParallel": "fsdp"}
 
-
 # A class that `fully_shard` makes of a module's has this one among its bases.
 _SHARDED = "FSDPModule"
 
 
-def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object], hidden: Callable[..., Any]) -> None:
-    """Put wrappers in place of what makes and calls these, by `put` and `hidden` of hooks.py."""
+def watch_calls(calls: Calls) -> None:
+    """See where the script makes its loaders, wrappers and optimizers, and what else it calls."""
     import torch
     from torch.amp.autocast_mode import autocast
     from torch.amp.grad_scaler import GradScaler
     from torch.nn.parallel import DataParallel, DistributedDataParallel
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
+
+    is_traced = torch.compiler.is_dynamo_compiling
 
     def seeing(original: Any, see: Callable[[Any], object]) -> Any:
         @functools.wraps(original)
@@ -561,3 +556,43 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
                 calls.see("fsdp")
 
     put(torch.nn.Module, "__init_subclass__", classmethod(hidden(__init_subclass__)))
+
+
+_MOST_OPTIONS = 500
+
+
+def _watch_options(observed: Observed) -> None:
+    """Keep the options of the command line as argparse knows them: names, and which switches are on, but no value.
+
+    Options of click, typer, hydra and absl are not seen.
+    """
+    original = argparse.ArgumentParser.parse_known_args
+
+    @functools.wraps(original)
+    def parse_known_args(self: Any, args: Any = None, *more: Any, **others: Any) -> Any:
+        with passing:
+            found = original(self, args, *more, **others)
+        try:
+            observed.options |= _options(self, args, found[0])
+            observed.news = True
+        except Exception:  # noqa: BLE001 - the script's own classes: its options are then not named
+            observed.options.clear()
+        return found
+
+    put(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+
+
+def _options(parser: argparse.ArgumentParser, args: Any, namespace: Any) -> dict[str, dict[str, Any]]:
+    """Return the options of a parser that reads the command line, or a part of it, by name."""
+    line = sys.argv[1:]
+    if args is not None and not (set(args) <= set(line) and (args or not line)):
+        return {}
+    found = {}
+    for action in parser._actions[:_MOST_OPTIONS]:
+        names = [name for name in action.option_strings if redaction.is_option(name) and not redaction.is_secret(name)]
+        value = getattr(namespace, action.dest, None)
+        if names and action.dest.isidentifier() and action.dest != "help":
+            name = next((name for name in names if name.startswith("--")), names[0])
+            is_on = value is True or (action.nargs == 0 and isinstance(value, (int, str)) and bool(value))
+            found[name] = {"name": name, "dest": action.dest, "switch": action.nargs == 0, "on": is_on}
+    return found

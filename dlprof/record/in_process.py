@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from dlprof import overrides, run_folder
 from dlprof.errors import DlprofError
 from dlprof.plain import words_of
 from dlprof.record import collectors, hooks
+from dlprof.record.joined import environment
 from dlprof.record.launch import options
-from dlprof.record.launch.folder import RunFolder, compress, opened
+from dlprof.record.launch.folder import RunFolder, compress, opened, task_of
 from dlprof.record.launch.supervisor import Samplers, applied, must_be_linux, recorded, whole_run
-from dlprof.record.launch.tasks import task_of
 from dlprof.record.ranks import process_group
 from dlprof.record.recorder import say
 from dlprof.redaction import shown
@@ -132,7 +131,7 @@ class Block:
         # For the processes that the block starts, as loader workers; it names its own supervisor.
         changes |= recorded({"PYTHONPATH": os.environ.get("PYTHONPATH", "")}, folder)
         with ExitStack() as undo:
-            undo.enter_context(_environment(changes))
+            undo.enter_context(environment(changes))
             samplers = Samplers(folder, os.environ)
             undo.callback(self._end, run, samplers)
             samplers.start()
@@ -182,23 +181,6 @@ class Block:
     def _repr_html_(self) -> str | None:
         html: str | None = None if self.why_not else self._run._repr_html_()
         return html
-
-
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment, and restore those that were not changed meanwhile."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if os.environ.get(name) != changes[name]:
-                continue
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _as_task(env: Mapping[str, str]) -> Mapping[str, str]:

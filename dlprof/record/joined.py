@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +84,14 @@ def _not_now() -> str:
 
 
 def _join(asked: Mapping[str, Any]) -> None:
-    before = {name: os.environ.get(name) for name in asked["variables"]}
-    os.environ.update(asked["variables"])  # for the collectors, and for workers that are started from here on
+    undo = contextlib.ExitStack()
+    # For the collectors, and for workers that are started from here on.
+    undo.enter_context(environment(asked["variables"]))
 
     def leave() -> None:
         try:
             hooks.uninstall()
-            for name, value in before.items():
-                if os.environ.get(name) != asked["variables"][name]:
-                    continue
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            undo.close()
             _answer(asked, left=True)
         except Exception as e:  # noqa: BLE001 - the job goes on
             _answer(asked, left=True, problem=words_of(e))
@@ -110,6 +105,23 @@ def _join(asked: Mapping[str, Any]) -> None:
         leave()
         raise
     _answer(asked, entered=True)
+
+
+@contextlib.contextmanager
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment, and restore those that were not changed meanwhile."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if os.environ.get(name) != changes[name]:
+                continue
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class Together:

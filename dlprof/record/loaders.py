@@ -228,44 +228,33 @@ def _objects(dataset: Any) -> list[dict[str, Any]]:
 # A subset of a mapped data set of the script's.
 _MOST_WRAPPED = 3
 
-
 # Parts of a batch that are looked at: a batch may be a list of many thousand numbers.
 _MOST_PARTS = 1_000
-
 
 # Of each loader's batches, the first few are looked at, and then one of so many.
 _FIRST, _EVERY = 4, 32
 
-
 # Of a batch that was not looked at.
 UNSEEN = (-1, -1)
-
 
 # Tensors of a batch that must agree, and how deep they are looked for.
 _MOST_TENSORS, _DEEPEST = 16, 3
 
-
 # So many batches are looked at, each after this many times what the last look took: 0.25 % of the job at most.
 _MOST_LOOKS, _REST = 64, 400
 
-
 _MOST_ROWS = 256  # of a batch
-
 
 # PyTorch works on fewer elements than twice this (at::internal::GRAIN_SIZE) with one thread: workers need other cores.
 _GRAIN = 16_384
 
-
 # What the losses of PyTorch leave out by default, with which libraries pad labels.
 _IGNORED = -100
-
 
 # The values of a tensor that are compared with those of another batch.
 _MOST_COMPARED = 256
 
-
 Lengths = tuple[str, int, list[int]]
-
 
 Named = Sequence[tuple[str, Any]]  # tensors
 

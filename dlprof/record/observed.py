@@ -36,7 +36,7 @@ class Observed:
     loaders: list[LoaderSeen] = field(default_factory=list)
     models: list[weakref.ref[Any]] = field(default_factory=list)
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the command line, by name; see options.py
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the command line, by name; see hooks.py
     autocast: dict[str, Any] | None = None
     grad_scaler: bool = False
     graphs: int = 0  # CUDA graphs that were captured

@@ -22,14 +22,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from dlprof.plain import tell, words_of
 from dlprof.record.device.device import RankDevice
-from dlprof.record.ending import Ending
+from dlprof.record.failures import Still
 from dlprof.record.loaders import FetchWatcher, worker_info
 from dlprof.record.log import file_of
 from dlprof.record.model.ranges import Ranges
 from dlprof.record.ranks import find_rank, is_alone, is_child, make_folder
-from dlprof.record.step_clock import NO_STEP, StepClock
-from dlprof.record.stepping import Step
-from dlprof.record.still import Still
+from dlprof.record.signals import Ending
+from dlprof.record.step_clock import NO_STEP, Step, StepClock
 
 # Steps are passed on to the collectors this often, and less often the longer the job has run, but at least once a
 # second: a crash loses at most so much. Handling one step alone, with cold processor caches, takes them several times
@@ -229,7 +228,7 @@ class Recorder:
         self.switch_off()
         self.warn(f"recording is off: {words_of(error)}; the job goes on without it")
 
-    # -- what ending.py calls
+    # -- what signals.py calls
 
     def save(self) -> None:
         """Bring the last steps to the disk where the training thread has ended none for a while: it may hang."""

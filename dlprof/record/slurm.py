@@ -178,7 +178,6 @@ def name_of(words: Sequence[str]) -> str:
 
 Runtime = Literal["apptainer", "pyxis"]
 
-
 # Of a time limit: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]], or that of the partition.
 _LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _NO_LIMIT = ("UNLIMITED", "INFINITE")
@@ -247,7 +246,6 @@ def _outermost(places: Sequence[Path]) -> list[Path]:
 
 # sbatch itself retries a controller that does not answer, for minutes.
 _PATIENCE_S = 180
-
 
 _ANSWER_S = 5
 

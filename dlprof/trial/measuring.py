@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dlprof.analysis.engine import Job, RankData
 from dlprof.analysis.engine.ranks import RankAnswer
 from dlprof.analysis.settings import Settings, loader_of
-from dlprof.analysis.throughput.rates import share, work_done
+from dlprof.analysis.step.throughput import share, work_done
 from dlprof.analysis.timeline.steady import ENOUGH, light_steps
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import Rank, Run, open_run

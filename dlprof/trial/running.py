@@ -32,8 +32,8 @@ from dlprof.errors import DlprofError, NotMeasured
 from dlprof.overrides import Value
 from dlprof.read.run import open_run
 from dlprof.record.launch.process import tied
-from dlprof.record.launch.stopping import StepLog, end, trained
 from dlprof.record.launch.supervisor import outcomes
+from dlprof.record.launch.watching import StepLog, end, trained
 from dlprof.redaction import said
 from dlprof.trial.copies import by_edit, copied, edit_in, is_changed, made_by, moved, quiet_trackers
 from dlprof.trial.job import Job

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dlprof import nsys
 from dlprof.commands.wrap import missing_script, name_of
-from dlprof.record.launch import nsys
 from tests.fixtures.jobs import DLPROF, environment, facts, launch, until
 
 TELLS = "import json, sys; print(json.dumps([sys.argv[1:], sys.orig_argv[0] == sys.executable]))"

@@ -160,7 +160,6 @@ CAPTURING = """
 # Of `--window 2,1,2`: the step that is counted, that of which memory is counted, and a traced one.
 COUNTED, HELD, TRACED = 1, 2, 3
 
-
 STEPS = (COUNTED, HELD, TRACED)
 
 Captured = dict[tuple[int, str], tuple[str, list[str]]]  # result and warnings, by step and mode

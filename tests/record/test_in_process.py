@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,10 @@ from nbclient import NotebookClient
 import dlprof
 from dlprof.errors import DlprofError
 from dlprof.record.in_process import _exit_of
-from tests.fixtures.jobs import TORCHRUN, environment, facts, launch, rows, tiny
+from tests.fixtures.jobs import TORCHRUN, environment, facts, rows, run_plainly, tiny
+from tests.fixtures.places import ROOT
 
 pytest.importorskip("torch", reason="recording needs torch")
-
-HERE = str(Path(dlprof.__file__).parent.parent)
-
-
-def plain(folder: Path, body: str, *args: str, **changes: str) -> Any:
-    """Run a script plainly; its process must end well."""
-    done = launch([sys.executable, tiny(folder, body), *args], folder, env=environment(PYTHONPATH=HERE, **changes))
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -72,7 +63,7 @@ TWICE = """
 
 @pytest.mark.long
 def test_two_blocks_of_a_process_are_two_runs_and_leave_it_as_it_was(tmp_path: Path) -> None:
-    done = plain(tmp_path, TWICE, "--token", "abc")
+    done = run_plainly(tiny(tmp_path, TWICE), "--token", "abc")
     path, raised, opened, shown = done.stdout.splitlines()
     assert Path(path).parent == tmp_path / "runs"
     assert Path(path).name.startswith("train-20")
@@ -116,7 +107,7 @@ BEGUN = """
 
 @pytest.mark.long
 def test_a_loader_that_is_iterated_already_is_known_by_its_iterator(tmp_path: Path) -> None:
-    plain(tmp_path, BEGUN)
+    run_plainly(tiny(tmp_path, BEGUN))
     rank = tmp_path / "run/ranks/00000"
     (loader,) = facts(rank)["loaders"]
     assert (loader["role"], loader["num_workers"], loader["batch_size"]) == ("train", 1, 2)
@@ -141,7 +132,7 @@ def test_a_block_that_cannot_be_recorded_runs_and_says_so_once(tmp_path: Path) -
         with dlprof.record("x"):
             print("runs")
     """
-    done = plain(tmp_path, body, TMPDIR=str(tmp_path / "none"))
+    done = run_plainly(tiny(tmp_path, body), TMPDIR=str(tmp_path / "none"))
     first, *more, last = done.stdout.splitlines()
     assert "cannot record into file/run: Not a directory; cannot record into" in first
     assert [line.partition(": ")[2] for line in more] == [
@@ -177,7 +168,7 @@ def test_settings_of_a_block_hold_in_it_alone_and_a_forks_child_ends_no_recordin
         print(DataLoader(data).num_workers, torch.optim.SGD(model.parameters(), lr=0.1).defaults["foreach"])
         print("DLPROF_SET" in os.environ, run.ranks)
     """
-    done = plain(tmp_path, body)
+    done = run_plainly(tiny(tmp_path, body))
     assert done.stdout.splitlines() == ["1 0 False", "0 None", "False (0,)"]
     never = "--set ddp.static_graph=True never applied"
     assert sorted(line.removeprefix("dlprof: ") for line in done.stderr.splitlines()) == [
@@ -216,7 +207,7 @@ def test_lines_are_counted_in_each_block_alone_and_what_compiled_before_is_no_st
             assert epoch.__code__ is code
             epoch()
     """
-    assert plain(tmp_path, body).stderr.count("dlprof:") == 1  # nothing was recorded of the first
+    assert run_plainly(tiny(tmp_path, body)).stderr.count("dlprof:") == 1  # nothing was recorded of the first
     for path in ("first", "second"):
         rank = tmp_path / path / "ranks/00000"
         assert not [row for row in lines(rank / "stalls.jsonl") if row["kind"] == "compilation"]
@@ -240,9 +231,7 @@ def test_spawned_workers_and_the_ranks_of_torchrun_are_recorded_into_one_folder(
             print(run.ranks, flush=True)
         """,
     )
-    torchrun = [sys.executable, *TORCHRUN]
-    done = launch([*torchrun, script], tmp_path, env=environment(PYTHONPATH=HERE))
-    assert done.returncode == 0, done.stderr
+    done = run_plainly(*TORCHRUN, script)
     assert done.stdout.replace("\n", "") == "(0, 1)" * 2  # two processes may write into one line
     (folder,) = (tmp_path / "runs").iterdir()
     info = json.loads((folder / "run.json").read_text())
@@ -272,7 +261,9 @@ print(run.path, run.command, run.steps()["step"].count())
 def test_a_cell_of_a_notebook_is_recorded_and_the_run_shows_its_verdict(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(text) for text in CELLS.format(folder=str(tmp_path)).split("# cell\n")]  # type: ignore[no-untyped-call]
     notebook = nbformat.v4.new_notebook(cells=cells)  # type: ignore[no-untyped-call]
-    done = NotebookClient(notebook).execute(env=environment(PYTHONPATH=HERE, JPY_SESSION_NAME="/home/me/try it.ipynb"))
+    done = NotebookClient(notebook).execute(
+        env=environment(PYTHONPATH=str(ROOT), JPY_SESSION_NAME="/home/me/try it.ipynb")
+    )
     outputs = [cell.outputs for cell in done.cells]
     assert outputs[1] == []
     (folder,) = (tmp_path / "runs").iterdir()

@@ -17,11 +17,10 @@ import pytest
 
 from dlprof.record import guarded
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Row, Step
+from dlprof.record.step_clock import Row, Step
 from tests.fixtures.jobs import TORCHRUN, environment, facts, launch, record, rows, tiny, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
-
 
 DDP = """
     import torch.distributed as dist

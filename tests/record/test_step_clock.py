@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dlprof.record.loaders import LoaderSeen, Pass
-from dlprof.record.stepping import BACKWARD, FETCH, FORWARD, OPTIMIZER, PHASES, Phases, Row, Step, kind_of
+from dlprof.record.step_clock import BACKWARD, FETCH, FORWARD, OPTIMIZER, PHASES, Phases, Row, Step, kind_of
 from dlprof.schema import STEPS
 from tests.fixtures.devices import Model, Parameter
 from tests.fixtures.jobs import facts, record, rows, tiny

@@ -18,7 +18,7 @@ import pytest
 
 from dlprof.read.run import open_run
 from dlprof.record.launch import watching
-from dlprof.record.launch.stopping import processes_of
+from dlprof.record.launch.watching import processes_of
 from tests.fixtures.jobs import DLPROF, TORCHRUN, environment, free_port, launch, spawned, until, words, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import memory as benchmark
-from dlprof.analysis.memory.composition import memory_composition
+from dlprof.analysis.memory.memory import memory_composition
 from dlprof.analysis.memory.rules import out_of_memory
 from simulator import folder, healthy, memory
 from simulator.job import Job, Memory, Recording

@@ -15,7 +15,7 @@ import pytest
 
 from dlprof.analysis.source.patches import Patch
 from dlprof.overrides import Value
-from dlprof.record.launch import stopping as job_stopping
+from dlprof.record.launch import watching as job_stopping
 from dlprof.trial.job import Job
 from dlprof.trial.measuring import Steps
 from dlprof.trial.running import KEPT, Failed, Runner, Stopped, Watch, stopping

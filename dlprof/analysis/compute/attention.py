@@ -95,9 +95,36 @@ def attention_blocks(
     kernels: Maybe[Frame] = maybe(kernels),
     timing: Timing = needs(timing),
 ) -> list[Found]:
-    """Return each attention that keeps its scores."""
-    blocks = list(_blocks(spans, is_on_device))
-    return list(_with_kernels(spans, kernels.get(), blocks) if has_device else _on_cpu(spans, timing, blocks))
+    """Return each attention that keeps its scores.
+
+    A kernel is a block's where its operator begins between the block's first product and its last, on their thread.
+    """
+    names, lanes, start = spans["name"].array, spans["lane"].cat.codes.to_numpy(), spans["start_ns"].to_numpy()
+    end = start + spans["dur_ns"].to_numpy()
+    maths = np.flatnonzero(host.is_one_of(spans["name"], _MATH))
+    places = owner = np.empty(0, dtype=np.int64)
+    if has_device:
+        step, owner = (kernels.get()[column].to_numpy() for column in ("step", "owner"))
+        places = np.flatnonzero((step >= 0) & (owner >= 0))
+        places = places[np.lexsort((start[owner[places]], lanes[owner[places]]))]
+        owner = owner[places]
+    found: list[Found] = []
+    for block in _blocks(spans, is_on_device):
+        first, last = block.before[0], block.after[-1]
+        lane, begin, done = lanes[first], start[first], end[last]
+        if has_device:
+            left, right = np.searchsorted(lanes[owner], (lane, lane + 1))
+            left, right = left + np.searchsorted(start[owner[left:right]], (begin, done))
+            mine, rows = places[left:right], owner[left:right]
+            ns = float(kernels.get()["dur_ns"].to_numpy()[mine].sum())
+        else:
+            mine, rows = places, first + np.flatnonzero(lanes[first : last + 1] == lane)
+            ns = float(done - begin) if iv.holds(timing.windows, start[first : first + 1])[0] else 0.0
+        around = set(names[rows].unique())
+        if ((lanes[maths] == lane) & (start[maths] <= begin) & (end[maths] >= done)).any():
+            around.add(_MATH)
+        found.append((block, mine, around, ns))
+    return found
 
 
 @per_rank
@@ -138,7 +165,8 @@ def attention(
             best = _fused_ns(shape, dtype, block.passes, peaks, bandwidth, share)
             fusable[places] |= best < ns
         else:
-            best = ns if drops else _fused_on_cpu(spans, block, ns) if shape else math.nan
+            products = float(spans["dur_ns"].to_numpy()[block.before + block.after].sum())
+            best = ns if drops else min(products * _OF_PRODUCTS_ON_CPU, ns) if shape else math.nan
         found.append((block.passes, dtype, str(shape or ""), ns, best, " ".join(sorted(names))))
     each = pd.DataFrame(found, columns=["passes", "dtype", "shape", "ns", "fused_ns", "between"])
     faster = each[each["fused_ns"] < each["ns"]]
@@ -187,58 +215,6 @@ def _blocks(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Iterator[Bl
             before = 2 if passes == "backward" and text.endswith("bb", 0, at) else 1
             after = 2 if passes == "backward" and text.startswith("bb", at + 1) else 1
             yield Block(passes, rows[at - before : at], rows[at + 1 : at + 1 + after])
-
-
-def _with_kernels(spans: pd.DataFrame, kernels: pd.DataFrame, blocks: list[Block]) -> Iterator[Found]:
-    """Yield each block, the places of its kernels of the steady steps among all, what launched them, and their time.
-
-    A kernel is a block's where its operator begins between the block's first product and its last, on their thread.
-    """
-    if not blocks:
-        return
-    names = spans["name"].array
-    lanes = spans["lane"].cat.codes.to_numpy()
-    start = spans["start_ns"].to_numpy()
-    end = start + spans["dur_ns"].to_numpy()
-    owner = kernels["owner"].to_numpy()
-    chosen = np.flatnonzero((kernels["step"].to_numpy() >= 0) & (owner >= 0))
-    chosen = chosen[np.lexsort((start[owner[chosen]], lanes[owner[chosen]]))]
-    owner = owner[chosen]
-    of_lane, at = lanes[owner], start[owner]
-    maths = np.flatnonzero(host.is_one_of(spans["name"], _MATH))
-    for block in blocks:
-        lane, begin, done = lanes[block.before[0]], start[block.before[0]], end[block.after[-1]]
-        first, last = np.searchsorted(of_lane, lane), np.searchsorted(of_lane, lane, side="right")
-        first, last = first + np.searchsorted(at[first:last], (begin, done))
-        launched_by = set(names[owner[first:last]].unique())
-        if ((lanes[maths] == lane) & (start[maths] <= begin) & (end[maths] >= done)).any():
-            launched_by.add(_MATH)
-        yield block, chosen[first:last], launched_by, float(kernels["dur_ns"].to_numpy()[chosen[first:last]].sum())
-
-
-def _on_cpu(spans: pd.DataFrame, timing: Timing, blocks: list[Block]) -> Iterator[Found]:
-    """Yield each block of the steady steps, no place, the operators in it and around it, and how long it lasts, ns."""
-    names = spans["name"].array
-    lanes = spans["lane"].cat.codes.to_numpy()
-    start = spans["start_ns"].to_numpy()
-    end = start + spans["dur_ns"].to_numpy()
-    maths = np.flatnonzero(host.is_one_of(spans["name"], _MATH))
-    none = np.empty(0, dtype=np.int64)
-    for block in blocks:
-        first, last = block.before[0], block.after[-1]
-        lane, begin, done = lanes[first], start[first], end[last]
-        inside = bool(iv.holds(timing.windows, start[first : first + 1])[0])
-        within = first + np.flatnonzero(lanes[first : last + 1] == lane)
-        called = set(names[within].unique())
-        if ((lanes[maths] == lane) & (start[maths] <= begin) & (end[maths] >= done)).any():
-            called.add(_MATH)
-        yield block, none, called, float(done - begin) if inside else 0.0
-
-
-def _fused_on_cpu(spans: pd.DataFrame, block: Block, ns: float) -> float:
-    """Return what a fused kernel of the CPU takes of one pass, by its products' time."""
-    products = float(spans["dur_ns"].to_numpy()[block.before + block.after].sum())
-    return min(products * _OF_PRODUCTS_ON_CPU, ns)
 
 
 def _shape(before: list[str], after: list[str]) -> Shape | None:

@@ -8,7 +8,7 @@ there are two figures: the most that can be gained, and what is to be expected.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +44,12 @@ _FORK_NS = 5_000
 # cores use up. Measured: a small transformer's step of 133 ms on one core takes 80 ms on two, with these 83.
 _PRODUCTS, _OTHERS, _MOST_OTHERS = 0.9, 0.7, 4.0
 
-
 # By unit, the best first: how many times as fast products and convolutions are under autocast in bfloat16 as in
 # float32, forward and backward, with what it takes to convert operands and results. AMX: PyTorch on Xeon of the fourth
 # generation trains ResNet-50 1.9 to 3 and BERT-large 2.1 to 3.3 times as fast as in float32 (Intel and PyTorch, 2023).
 # AVX-512's and Arm's units have twice the products of float32 an instruction: measured on an AMD EPYC 9004 with one
 # thread, layers of 512 to 4,096 features and 3x3 convolutions are 1.2 to 2.6 times as fast.
-_TIMES: Mapping[str, float] = {"amx_bf16": 2.5, "avx512_bf16": 1.7, "svebf16": 1.7, "bf16": 1.7}
+TIMES: Mapping[str, float] = {"amx_bf16": 2.5, "avx512_bf16": 1.7, "svebf16": 1.7, "bf16": 1.7}
 
 # What autocast costs a product, forward or backward, however small: operators that convert its operands and results.
 # Measured on the same CPU: eight layers of 32 features take 290 µs a step, and 852 µs under autocast, for 24 products.
@@ -87,22 +86,20 @@ def cpu_work(
     """
     if has_device:
         raise NotMeasured("a device computes, and not the CPU")
-    names = spans["name"].cat
-    kinds = np.array([_kind(str(name)) for name in names.categories])
-    kind, took = kinds[names.codes.to_numpy()[operator_work.index]], operator_work["dur_ns"].to_numpy()
-    steps = len(timing.windows)
-    calls_product = np.array([_CALLS_PRODUCT.match(str(name)) is not None for name in names.categories], dtype=bool)
-    inner = (kind == "product") & ~calls_product[names.codes.to_numpy()[operator_work.index]]
+    names, took = [str(name) for name in spans["name"].cat.categories], operator_work["dur_ns"].to_numpy()
+    codes = spans["name"].cat.codes.to_numpy()[operator_work.index]
+    kind = np.array([_kind(name) for name in names])[codes]
+    calls_product = np.array([_CALLS_PRODUCT.match(name) is not None for name in names], dtype=bool)[codes]
     product, split = kind == "product", (kind == "other") & (took >= _SPLIT_NS)
-    row = {
-        "operators_ns": took.sum() / steps,
-        "products_ns": took[product].sum() / steps,
-        "products": product.sum() / steps,
-        "inner": inner.sum() / steps,
-        "split_ns": took[split].sum() / steps,
-        "split": split.sum() / steps,
+    sums = {
+        "operators_ns": took.sum(),
+        "products_ns": took[product].sum(),
+        "products": product.sum(),
+        "inner": (product & ~calls_product).sum(),
+        "split_ns": took[split].sum(),
+        "split": split.sum(),
     }
-    return pd.DataFrame([row])
+    return pd.DataFrame([sums]) / len(timing.windows)
 
 
 def is_product(name: str) -> bool:
@@ -159,16 +156,6 @@ def by_threads(parts: pd.DataFrame, rank: int, times: float) -> Gain:
     return Gain(min(expected, most), most)
 
 
-def unit_of(units: Collection[str]) -> str:
-    """Return the best of a core's units for products in bfloat16; "": it has none."""
-    return next((unit for unit in _TIMES if unit in units), "")
-
-
-def times_of(unit: str) -> float:
-    """Return how many times as fast products are with that unit, under autocast."""
-    return _TIMES[unit]
-
-
 @across_ranks
 def cpu_float32(
     cpu_parts: Frame = needs(cpu_parts), operators: Maybe[Frame] = maybe(operators), job: Job = needs(JOB)
@@ -187,10 +174,10 @@ def cpu_float32(
     rows = []
     products = frame[["rank", "products_ns", "inner"]].itertuples(index=False, name=None)
     for rank, ns, inner in products:
-        unit = unit_of(units[rank])
+        unit = next((unit for unit in TIMES if unit in units[rank]), "")
         float32 = ns if in_float32(job.facts[rank]) else 0.0
         vectors = float32 * _vector_share(operators.or_none(), rank) if unit else 0.0
-        gained = (float32 - vectors) * (1 - 1 / times_of(unit)) if unit else 0.0
+        gained = (float32 - vectors) * (1 - 1 / TIMES[unit]) if unit else 0.0
         saved = gained - vectors * (_VECTOR_TIMES - 1) - inner * _CONVERT_NS
         rows.append((rank, unit, float32, max(saved, 0.0)))
     return pd.DataFrame(rows, columns=["rank", "unit", "float32_ns", "fp32_saved_ns"])

@@ -1,19 +1,25 @@
-"""The kernels of a rank: what launched them, the units they multiply on, and what shorter ones gain.
-
-Which unit of the device a kernel multiplies on, and of which kind it is, as far as its name shows.
+"""The kernels of a rank: what launched them, the unit they multiply on, their kind, and what shorter ones gain.
 
 A trace has only the names of kernels, and they show less every year: a fused Triton kernel has any name that its author
 chose. So there are four answers and none of them is a guess: tensor cores on 16- or 8-bit numbers, tensor cores on
 float32 (TF32, AMD's XF32), float32 without tensor cores, and "it multiplies, on what is not known". How busy the tensor
 cores are is measured by the device's own counters (`tensor_busy_share` of the samples) and by nothing else.
+
+The device's time by kind of kernel has a floor, the least that the device needs for it (its roofline). That of an
+operator is its FLOPs ÷ the peak of their precision or its bytes ÷ the memory's bandwidth, whichever is
+longer (Williams et al., Roofline, 2009), summed over its shapes, and no longer than it takes: a cache is faster. It
+counts to one kind: what a convolution spends on changes of layout has no floor, for no script asks for that. Bytes are
+counted in one step (record.device.traffic.py). Recordings without them have those of each module: products have their
+shapes, and the rest is the floor of all other kinds combined. Work with unknown sizes keeps its recorded time.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,13 +27,17 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis.compute.optimizer import launched_by_optimizer
-from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
+from dlprof.analysis.compute.peaks import device_peaks, peak_of
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, maybe, needs, per_rank, within_rank
+from dlprof.analysis.modules.frames import module_rows
 from dlprof.analysis.timeline import device, host
 from dlprof.analysis.timeline.device import DeviceSets, device_sets, device_work
 from dlprof.analysis.timeline.host import is_on_device
 from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.analysis.timeline.what_if import LITTLE, WhatIf, what_if
 from dlprof.errors import NotMeasured
+from dlprof.result.figures import DeviceWork, WorkKind
+from dlprof.units import percent
 
 # A backward pass computes twice what its forward pass does (Kaplan et al., Scaling Laws, 2020, section 2.1): the
 # forward pass is a third of the computation.
@@ -53,7 +63,7 @@ def kernels(
     """Return the device's kernels that compute, with their row in the spans as index.
 
     Columns: name, dur_ns, step (the place of the steady traced step that launched it; -1: none), unit (what it
-    multiplies on, see kernel_names.unit_of), owner (the row of the innermost operator that launched it; -1: not known).
+    multiplies on, see unit_of), owner (the row of the innermost operator that launched it; -1: not known).
     Raises NotMeasured where the trace holds no work of a device.
     """
     chosen = host.is_kind(device_work, "kernel")
@@ -195,14 +205,13 @@ def larger_batches(
     return pd.DataFrame(rows, columns=["times", "gain_ns", "again_ns"]).assign(wait_share=1 - now, fills=high)
 
 
-# What a kernel's kind says of it, for people; "" multiplies nothing.
+# What a kernel multiplies on, in words.
 UNITS = {
     "tensor": "tensor cores, 16 or 8 bits",
     "tf32": "tensor cores, TF32",
     "float32": "float32, no tensor cores",
     "unknown": "multiplies, on what is not known",
 }
-
 
 # Helpers of products and attention that themselves move, add up or convert: split-K sums (PostGSU in hipBLASLt),
 # layout changes, the sums before and after FlashAttention's backward, Inductor's pointwise, reduction and foreach
@@ -216,12 +225,9 @@ _MULTIPLIES_NOT = re.compile(
     re.IGNORECASE,
 )
 
-
 _ATEN = re.compile(r"\bat::native::")  # PyTorch's own kernels: of them only depthwise convolutions multiply so
 
-
 _ATEN_MULTIPLIES = re.compile(r"conv_depthwise|at::native::\w*gemm")
-
 
 # Tensor cores on float32. CUTLASS calls the type tfloat32_t; an instruction of 16×8×8 (s1688) with no 16-bit type in
 # the name is TF32's; hipBLASLt's X (S_MX_B) is AMD's XF32; xFormers' f32 kernels multiply so from sm80 on
@@ -230,7 +236,6 @@ _TF32 = re.compile(
     r"tf32|tfloat32|tensorop_s1688(?!.*(?:f16|bf16|h1688))|Cijk_\w*?_S_?MX_?B_|nvjet_(?:sm\d+_)?sss_"
     r"|fmha_cutlass[FB]_f32_\w+_sm(?:8\d|9\d|1\d\d)"
 )
-
 
 # float32 without tensor cores, on AMD on its matrix cores in full float32, which is as slow: cuBLAS's and cuDNN's names
 # since Maxwell; Winograd and FFT convolutions under names of their own; Tensile's type codes S_B and SB (rocBLAS,
@@ -245,7 +250,6 @@ _FLOAT32 = re.compile(
     r"|conv2d_grouped_direct_kernel<(?:\w+, )*?float"
 )
 
-
 # Tensor cores on 16 or 8 bits. cuBLAS, cuDNN, CUTLASS 2: the shape of an instruction (884, 1688, 16816, 16832) or
 # "tensorop"; xmma and nvjet; CUTLASS 3 by its main loop's name; FlashAttention 2, 3 and 4, cuDNN's and TensorRT-LLM's
 # attention, which take nothing else; DeepGEMM; TensorRT-LLM's products by their types.
@@ -256,7 +260,6 @@ _TENSOR = re.compile(
     r"|(?:^|_)(?:bmm|gemm)_\w*(?:E4m3|E5m2|E2m1|Bfloat16|Fp16)"
 )
 
-
 # AMD's matrix cores on 16 or 8 bits: Tensile's type codes of what is read, or read, written and computed in (HHS, BBS,
 # B_BS, F8F8S, ...); MIOpen's implicit products on xdlops; Composable Kernel where its mangled types are 16-bit ones
 # (t: unsigned short, which stands for bfloat16; DF16b; DF16_).
@@ -266,21 +269,17 @@ _MATRIX = re.compile(
     r"|(?:xdl|mfma|wmma).*?(?:DF16|bhalf|_Float16|__bf16|bfloat16|Ett?tf|tt?ft|f8_t)|(?:xdlops|mfma|xdl)\w*(?:bf16|fp16|f16|fp8)"
 )
 
-
 _NO_TENSOR = re.compile(r"simt|ffma")
-
 
 _DOUBLE = re.compile(r"[dz]884|dgemm|d1688|f64f64|double")
 
-
-# It multiplies matrices or convolves, says its name, and no more.
+# A name that shows that a kernel multiplies matrices or convolves, and no more.
 _PRODUCT = re.compile(
     r"(?<!fb)gemm|(?<!cublasG)(?<!cublas)gemv|matmul|(?:^|[\W_])(?:b|add|baddb)?mm(?:$|[\W_\d])|triton_tem_|convol|(?:^|[\W_])conv\d?d?(?:$|[\W_])|fprop|dgrad"
     r"|wgrad|winograd|attn|attention|sdpa|fmha|Cijk_|(?:fused_)?moe_kernel|xdlops|_xdl_|mfma|wmma|bwd_kernel_d[kq]|sage_fwd"
     r"|conv_depthwise",
     re.IGNORECASE,
 )
-
 
 # xFormers' attention on float32, which emulates it by three products in TF32 (OpMultiplyAddFastF32).
 _ATTENTION_32 = re.compile(r"fmha_cutlass[FB]_f32_")
@@ -290,18 +289,6 @@ _ATTENTION_32 = re.compile(r"fmha_cutlass[FB]_f32_")
 def in_float32(name: str) -> bool:
     """Return whether a kernel multiplies in float32, at full precision, and would be faster in 16 bits."""
     return unit_of(name) == "float32" or _ATTENTION_32.search(name) is not None
-
-
-@lru_cache(1 << 14)
-def emulates(name: str) -> bool:
-    """Return whether a kernel makes float32 of three products in TF32."""
-    return in_float32(name) and unit_of(name) == "tf32"
-
-
-@lru_cache(1 << 14)
-def in_tf32(name: str) -> bool:
-    """Return whether a kernel multiplies float32 in TF32 or XF32, once: 16 bits are faster than that."""
-    return unit_of(name) == "tf32" and not in_float32(name)
 
 
 @lru_cache(1 << 14)  # the ranks of a job run the same kernels
@@ -317,33 +304,27 @@ def unit_of(name: str) -> str:
         if _FLOAT32.search(name):
             return "float32"
         return "unknown" if _PRODUCT.search(name) else ""
-    return "float32" if re.search(r"fmha_cutlass[FB]_f32_", name) else "tensor"
+    return "float32" if _ATTENTION_32.search(name) else "tensor"
 
 
 # Kinds of kernels. A convolution of 1 × 1 is a matrix product by its name, so the operator that launched it decides.
 PRODUCT, CONVOLUTION, ATTENTION = MULTIPLY = ("matrix products", "convolution", "attention")
 
-
 NORM, LOSS, REDUCTION, COPY = "normalization", "softmax and loss", "reductions", "copies and fills"
-
 
 ELEMENTWISE, LAYOUT, OPTIMIZER = "elementwise operators", "layout and type changes", "optimizer kernels"
 
-
 _OF_ATTENTION = re.compile(r"attn|attention|sdpa|fmha|flash|flex|bwd_kernel_d[kq]|sage_fwd", re.IGNORECASE)
-
 
 _OF_CONVOLUTION = re.compile(
     r"conv|[fd]prop|[dw]grad|winograd|igemm|scudnn|im2d?2?col|col2im|vol2col|fft2d|gcgemm|Offsets?Kernel", re.IGNORECASE
 )
-
 
 # For kernels that multiply nothing, the first match counts: Inductor's names, by form and the fused operators; those of
 # PyTorch's own kernels, cuDNN, cuBLAS, FlashAttention, fbgemm, apex, MIOpen, rocBLAS and hipBLASLt. A sum or conversion
 # that a product, a convolution or attention needs (split-K, im2col, what FlashAttention does before its backward pass)
 # is part of it; a change of layout is not: it goes with tensors in another layout.
 _MOVES = "to_copy|clone|copy|transpose|permute|unsafe_view|view|cat|convert_element_type|t"
-
 
 _KINDS = tuple(
     (kind, re.compile(pattern, re.IGNORECASE))
@@ -389,3 +370,144 @@ def kind_of(name: str, operator: str = "") -> str:
     if kind == PRODUCT:
         return CONVOLUTION if "conv" in operator else ATTENTION if "attention" in operator else PRODUCT
     return kind
+
+
+# A floor is given where the bytes of so much of the time are known, a kind's rates where those of so much of its own.
+_KNOWN_SHARE, _RATE_SHARE = 0.8, 0.9
+
+# Names in the place of an operator: work with bytes only in sum with other kinds; copies and fills, with traced bytes.
+_REST, _COPIES = "(rest)", "(copies)"
+
+
+@per_rank
+def work_kinds(
+    kernels: Frame = needs(kernels),
+    device_work: Frame = needs(device_work),
+    launched_within: NDArray[np.int64] = needs(launched_within),
+    launched_by_optimizer: Maybe[NDArray[np.bool_]] = maybe(launched_by_optimizer),
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    modules: Maybe[Frame] = maybe(schema.MODULES),
+    module_rows: Maybe[Frame] = maybe(module_rows),
+    timing: Timing = needs(timing),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
+    """Return the kernels, fills and copies within the device's memory of a mean steady traced step, a row a kind.
+
+    Columns as of `WorkKind`, and known_ns (of operators whose bytes are known); in all rows the same: rest_ns (the
+    floor of all shared_ns together), fused_ns (what the floor is less with fused chains; NaN: not known), and unlimited
+    (the device's name where its limits are not known, else "").
+    """
+    mine, counted = kernels[kernels["step"] >= 0], rank.facts.get("flops") or {}
+    device, _, bandwidth = device_peaks(rank.facts, rank.trace_facts)
+    byte_ns, owner, steps = 1e9 / (bandwidth or np.nan), mine["owner"].to_numpy(), len(timing.windows)
+    limits = _limits(rank, modules.or_none(), byte_ns)
+    operator = _counted_operator(owner, spans, is_on_device, {*limits.index, *(counted.get("uncounted") or ())})
+    within, by_optimizer = module_rows.or_none(), launched_by_optimizer.or_none()
+    if _REST in limits.index and within is not None:
+        operator[(operator == "") & (owner >= 0) & (within["module"].to_numpy()[owner] >= 0)] = _REST
+    names, texts = mine["name"].cat, host.written(spans["name"])
+    optimizer = False if by_optimizer is None else mine.index.isin(device_work.index[by_optimizer])
+    keys = {"name": names.codes, "owner": np.where(owner >= 0, texts[owner], ""), "optimizer": optimizer}
+    each = pd.DataFrame({**keys, "operator": operator, "kernels": 1.0, "ns": mine["dur_ns"]})
+    frame = each.groupby([*keys, "operator"], sort=False).sum().reset_index()
+    kinds = [kind_of(str(names.categories[n]), str(o)) for n, o in zip(frame["name"], frame["owner"], strict=True)]
+    frame["kind"] = np.where(frame["optimizer"], OPTIMIZER, kinds)
+    inside = host.is_kind(device_work, "set") | host.is_one_of(device_work["copy"], "DtoD")
+    copies = device_work[inside & (launched_within >= 0) & (device_work["bytes"] >= 0)]
+    copied = {"kind": COPY, "operator": _COPIES, "kernels": float(len(copies)), "ns": float(copies["dur_ns"].sum())}
+    frame = pd.concat([frame[[*copied]], pd.DataFrame([copied])], ignore_index=True)
+    frame[["kernels", "ns"]] /= steps
+    # A copy reads and writes, a fill writes.
+    size = float((copies["bytes"] * (1 + host.is_kind(copies, "copy"))).sum()) / steps
+    limits.loc[_COPIES] = [0.0, size, size * byte_ns]
+    found, rest_ns, reached = _floors(frame, limits)
+    fused = float(counted.get("chained_bytes", np.nan)) - float(counted.get("fused_bytes", np.nan))
+    unlimited = "" if np.isfinite(limits["least_ns"]).all() else device or "this device"
+    return found.assign(rest_ns=rest_ns, fused_ns=fused * byte_ns * reached, unlimited=unlimited)
+
+
+def _limits(rank: RankFacts, modules: pd.DataFrame | None, byte_ns: float) -> pd.DataFrame:
+    """Return the flops and bytes of each operator in the counted step, and least_ns, the least that they take, infinity
+    where that is not known. _REST is what modules move beside products, where no operator's bytes were counted.
+    """
+    counted, matmul = rank.facts.get("flops") or {}, rank.facts.get("matmul") or {}
+    peaks, columns = device_peaks(rank.facts, rank.trace_facts)[1], ["operator", "dtype", "flops", "bytes"]
+    shaped: list[dict[Any, Any]] = counted.get("shapes") or []
+    moved = [row for row in counted.get("moved") or [] if row["device"] != "cpu"]
+    totals = [{"bytes": 0.0, **row} for row in counted.get("operators") or []]
+    # Each shape has its own limit. The shapes of an operator that are not kept share one.
+    taken = [{**row, "flops": -row["flops"], "bytes": -row["bytes"]} for row in shaped]
+    rest = pd.DataFrame([*totals, *({"flops": 0.0, **row} for row in moved), *taken], columns=columns)
+    rest = rest.astype({"flops": float, "bytes": float}).groupby(columns[:2], sort=False).sum().clip(lower=0.0)
+    rows = [*shaped, *rest.reset_index().to_dict("records")]
+    if not moved and modules is not None and (modules["moved_bytes"] > 0).any():
+        beside = float(modules["moved_bytes"].sum()) - sum(row["bytes"] for row in shaped)
+        rows.append({"operator": _REST, "dtype": "", "flops": 0.0, "bytes": max(beside, 0.0)})
+    every = pd.DataFrame(rows, columns=columns).astype({"flops": float, "bytes": float})
+    # What computes by no known formula has more of a floor than its bytes.
+    every = every[~every["operator"].isin(["others", *(counted.get("uncounted") or ())])]
+    pairs = zip(every["operator"], every["dtype"], strict=True)
+    peak = np.array([peak_of(str(operator), str(dtype), matmul, peaks) for operator, dtype in pairs], dtype=float)
+    computing = (every["flops"] / peak * 1e9).where(every["flops"] > 0, 0.0)
+    every = every.assign(least_ns=computing.clip(lower=every["bytes"] * byte_ns).fillna(np.inf))
+    return every.groupby("operator")[["flops", "bytes", "least_ns"]].sum()
+
+
+def _counted_operator(
+    owner: NDArray[np.int64], spans: pd.DataFrame, is_on_device: NDArray[np.bool_], counted: Collection[str]
+) -> NDArray[np.object_]:
+    """Return the outermost operator around each launch that was seen in the counted step, "" where there is none.
+
+    `owner`: the row of the innermost operator. A dispatch mode sees an operator, and not those that it is made of.
+    """
+    outer, codes = around(spans, is_on_device, "op"), spans["name"].cat.codes.to_numpy()
+    # The last place is that of no operator.
+    named = np.array([*(n if n in counted else "" for n in map(str, spans["name"].cat.categories)), ""], dtype=object)
+    at, place = np.unique(owner, return_inverse=True)
+    found = np.full(len(at), "", dtype=object)
+    while (at >= 0).any():
+        met = named[np.where(at >= 0, codes[at], -1)]
+        found, at = np.where(met != "", met, found), np.where(at >= 0, outer[at], -1)
+    return found[place]
+
+
+def _floors(frame: pd.DataFrame, limits: pd.DataFrame) -> tuple[pd.DataFrame, float, float]:
+    """Return the rows of `work_kinds`, the floor of _REST, and the share of their limits that operators' floors are."""
+    operators = limits.join(frame.groupby("operator")["ns"].sum(), how="inner")
+    operators["floor_ns"] = operators["least_ns"].clip(upper=operators["ns"])
+    # An operator is of the kind that multiplies in it, else of that of most of its time.
+    first = frame.assign(multiplies=frame["kind"].isin(MULTIPLY)).sort_values(["multiplies", "ns"], ascending=False)
+    home, own = first.drop_duplicates("operator").set_index("operator")["kind"], operators.drop(_REST, errors="ignore")
+    parts = {"known_ns": frame["operator"].isin(operators.index), "shared_ns": frame["operator"] == _REST}
+    frame = frame.assign(**{part: frame["ns"].where(of, 0.0) for part, of in parts.items()})
+    found = frame.groupby("kind")[["kernels", "ns", *parts]].sum()
+    found = found.join(own.groupby(home.reindex(own.index))[["floor_ns", "flops", "bytes"]].sum()).fillna(0.0)
+    found["floor_ns"] += found["ns"] - found["known_ns"]  # what is not known is at its limit
+    floors, least = operators["floor_ns"], float(operators["least_ns"].sum())
+    return found.rename_axis("kind").reset_index(), float(floors.get(_REST, 0.0)), float(floors.sum()) / max(least, 1.0)
+
+
+@across_ranks
+def kinds_of_work(work_kinds: Frame = needs(work_kinds)) -> DeviceWork:
+    """Return the device's own time by kind, mean of the ranks, with its floor where that is known."""
+    by_rank = work_kinds.drop_duplicates("rank")
+    sums = work_kinds.drop(columns=["rank", "unlimited", "rest_ns", "fused_ns"]).groupby("kind", sort=False).sum()
+    rows = (sums[sums["ns"] > 0] / len(by_rank)).sort_values("ns", ascending=False, kind="stable").reset_index()
+    if rows.empty:
+        raise NotMeasured("no kernel ran in the traced steps")
+    known = rows.pop("known_ns")
+    share, why = float(known.sum() / rows["ns"].sum()), ""
+    if share < _KNOWN_SHARE:
+        why = f"the bytes that operators read and write are known of {percent(share)} of their time alone"
+    why = next((f"the limits of {name} are not known" for name in by_rank["unlimited"] if name), why)
+    complete = (known >= _RATE_SHARE * rows["ns"]) & (rows["shared_ns"] == 0)
+    rows[["flops", "bytes"]] = rows[["flops", "bytes"]].where(complete).replace(0.0, np.nan)
+    rest_ns, fused_ns = by_rank[["rest_ns", "fused_ns"]].mean().tolist()
+    floor = float(rows["floor_ns"].sum()) + rest_ns
+    rows["floor_ns"] = np.nan if why else rows["floor_ns"]
+    cells = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    kinds = tuple(WorkKind(**{str(name): value for name, value in row.items()}) for row in cells)
+    if why:
+        return DeviceWork(kinds, why=why)
+    return DeviceWork(kinds, floor, rest_ns, None if np.isnan(fused_ns) else floor - fused_ns)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.compute.kernels import around, emulates, in_float32, in_tf32, kernels, named, shorter_kernels
+from dlprof.analysis.compute.kernels import around, in_float32, kernels, named, shorter_kernels
 from dlprof.analysis.compute.peaks import device_peaks, precision_of
 from dlprof.analysis.compute.products import (
     EMULATED,
@@ -109,7 +109,10 @@ def operators(
     shared out among them by FLOPs). Raises NotMeasured where no operator's work was traced.
     """
     traced = _traced(operator_work, spans, len(timing.windows))
-    frame = _with_counts(traced, _calls(operator_work, spans, has_device), rank)
+    # What each call of an operator took a device, ns, the longest first, by its name; none on a CPU.
+    took = operator_work[(operator_work["owner"] >= 0) & has_device].groupby("owner")["dur_ns"].sum()
+    calls = took.set_axis(pd.CategoricalIndex(spans["name"].array[took.index])).sort_values(ascending=False)
+    frame = _with_counts(traced, calls, rank)
     _, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     matmul = rank.facts.get("matmul") or {}
     peak = []
@@ -130,6 +133,7 @@ def _traced(work: pd.DataFrame, spans: pd.DataFrame, steps: int) -> pd.DataFrame
     codes = {key: spans[column].cat.codes.to_numpy()[rows] for key, column in _KEYS.items()}
     ns = work["dur_ns"]
     in_32 = named(work, in_float32) if "name" in work else work["unit"] == "float32"
+    cut = work["unit"] == "tf32"
     each = pd.DataFrame(
         {
             "operator": codes["operator"],
@@ -138,9 +142,9 @@ def _traced(work: pd.DataFrame, spans: pd.DataFrame, steps: int) -> pd.DataFrame
             "times": ~work["owner"].duplicated().to_numpy(),
             "ns": ns.to_numpy(),
             "tensor_ns": ns.where(work["unit"].isin(("tensor", "tf32")), 0.0).to_numpy(),
-            "tf32_ns": ns.where((work["unit"] == "tf32") & ~in_32, 0.0).to_numpy(),
+            "tf32_ns": ns.where(cut & ~in_32, 0.0).to_numpy(),
             "float32_ns": ns.where(in_32, 0.0).to_numpy(),
-            "emulated_ns": ns.where(in_32 & (work["unit"] == "tf32"), 0.0).to_numpy(),
+            "emulated_ns": ns.where(in_32 & cut, 0.0).to_numpy(),
         }
     )
     sums = (each.groupby(list(_KEYS)).sum() / steps).reset_index()
@@ -148,12 +152,6 @@ def _traced(work: pd.DataFrame, spans: pd.DataFrame, steps: int) -> pd.DataFrame
         texts = np.array(["", *spans[column].cat.categories.tolist()], dtype=object)
         sums[key] = texts[sums[key].to_numpy() + 1]
     return sums.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
-
-
-def _calls(work: pd.DataFrame, spans: pd.DataFrame, has_device: bool) -> pd.Series[float]:
-    """Return what each call of an operator took a device, ns, the longest first, by its name; none on a CPU."""
-    took = work[(work["owner"] >= 0) & has_device].groupby("owner")["dur_ns"].sum()
-    return took.set_axis(pd.CategoricalIndex(spans["name"].array[took.index])).sort_values(ascending=False)
 
 
 def _with_counts(frame: pd.DataFrame, calls: pd.Series[float], rank: RankFacts) -> pd.DataFrame:
@@ -225,12 +223,13 @@ def tensor_cores(
         now = (cut * EMULATED, "emulated_ns"), (cut * TF32_REACHED, "tf32_ns")
         three, saved_cut = (saved_in_16_bits(operators, half * TENSOR_SHARE, bandwidth, *of) for of in now)
         saved += three
-    in_32 = kernels["step"].to_numpy() >= 0
-    emulated = float(kernels["dur_ns"][in_32 & named(kernels, emulates)].sum()) / len(timing.windows)
+    steady, in_32, in_tf32 = kernels["step"].to_numpy() >= 0, named(kernels, in_float32), kernels["unit"] == "tf32"
+    # Some kernels make float32 of three products in TF32.
+    emulated = float(kernels["dur_ns"][steady & in_32 & in_tf32].sum()) / len(timing.windows)
     odd, odd_saved, looked = misaligned(operators, peaks, bandwidth)
 
     def gain(saved_ns: float, chosen: NDArray[np.bool_]) -> float:
-        all_ns = float(kernels["dur_ns"][chosen & (kernels["step"].to_numpy() >= 0)].sum()) / len(timing.windows)
+        all_ns = float(kernels["dur_ns"][chosen & steady].sum()) / len(timing.windows)
         if math.isnan(saved_ns) or not all_ns:
             return saved_ns
         return shorter_kernels(chosen, max(0.0, 1 - saved_ns / all_ns))
@@ -243,8 +242,8 @@ def tensor_cores(
                 "tf32_ns": took["tf32"] - emulated,
                 "float32_ns": took["float32"] + emulated,
                 "unknown_ns": took["unknown"],
-                "fp32_saved_ns": gain(saved, named(kernels, in_float32)),
-                "tf32_saved_ns": gain(saved_cut, named(kernels, in_tf32)),
+                "fp32_saved_ns": gain(saved, in_32),
+                "tf32_saved_ns": gain(saved_cut, in_tf32.to_numpy() & ~in_32),
                 "misaligned_ns": odd,
                 "misaligned_saved_ns": gain(odd_saved, host.is_one_of(kernels["unit"], "tensor", "unknown")),
                 "aligned": int(looked),
@@ -254,7 +253,6 @@ def tensor_cores(
 
 
 MOST_KERNELS, MOST_OPERATORS = 40, 30
-
 
 # Names of kernels that templates made can be thousands of letters long; a table shows less of them.
 LONGEST_NAME, _LONGEST_SHOWN = 300, 200
@@ -287,7 +285,7 @@ def heaviest_kernels(work: Frame = needs(work)) -> pd.DataFrame:
     call_ns (of one), share (of the time in all kernels), most_on (a rank), most_ns (there), and known, how many there
     are on a rank. Raises NotMeasured where the trace holds no kernel.
     """
-    kernels = kernels_of(work)
+    kernels = work[work["kind"] == "kernel"]
     if kernels.empty:
         raise NotMeasured("no kernel ran in the traced steps")
     total = float(kernels.drop_duplicates("rank")["total_ns"].sum()) / kernels["rank"].nunique()
@@ -296,11 +294,6 @@ def heaviest_kernels(work: Frame = needs(work)) -> pd.DataFrame:
     frame = _means(heaviest, ["name"], "kind", ["calls", "ns"]).head(MOST_KERNELS)
     call_ns, share = frame["ns"] / frame["calls"], frame["ns"] / total if total else 0.0
     return frame.assign(call_ns=call_ns, share=share, known=int(kernels["names"].max()))
-
-
-def kernels_of(work: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of `work` that are kernels."""
-    return work[work["kind"] == "kernel"]
 
 
 @across_ranks
@@ -359,7 +352,7 @@ def _by_name(kind: str, names: pd.Categorical, work: pd.DataFrame, n: int) -> pd
     )
 
 
-# Steps mark themselves, and modules are told elsewhere.
+# Steps and modules have figures of their own.
 _NO_RANGES = ("ProfilerStep#", "dlprof::step ", "nn.Module: ")
 
 

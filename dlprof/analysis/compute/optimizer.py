@@ -168,8 +168,8 @@ def _moved_ns(rank: RankFacts, values: float) -> float:
     """Return how long a device takes to move so many values for each trained one, ns; infinity where unknown."""
     _, _, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     models: list[dict[str, Any]] = rank.facts.get("models") or []
-    trained = sum(int(m.get("trainable_parameters") or 0) for m in models)
-    width = sum(int(m.get("parameter_bytes") or 0) for m in models) / max(
-        sum(m.get("parameters") or 0 for m in models), 1
+    trained, size, count = (
+        sum(int(m.get(name) or 0) for m in models) for name in ("trainable_parameters", "parameter_bytes", "parameters")
     )
+    width = size / max(count, 1)
     return trained * width * values / (bandwidth * _OF_BANDWIDTH) * 1e9 if bandwidth and trained else np.inf

@@ -307,10 +307,8 @@ def arithmetic(timing: Timing = needs(timing), rank: RankFacts = needs(RANK)) ->
     busy_s, peak, why = _at_peak(rank, flops["operators"])
     mfu = busy_s / step_s
     if mfu > 1:
-        mfu, why = (
-            np.nan,
-            "the steps are shorter than the device's known peak allows: the counted step is not a typical one",
-        )
+        mfu = np.nan
+        why = "the steps are shorter than the device's known peak allows: the counted step is not a typical one"
     backward = float(flops.get("backward") or 0) / total
     row = {"flops": total, "step_ns": timing.step_ns, "flops_per_s": total / step_s, "mfu": mfu, "backward": backward}
     return pd.DataFrame([row | {"peak": peak, "why": why}])

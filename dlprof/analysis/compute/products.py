@@ -244,8 +244,8 @@ def tf32(job: Job, rank: int, name: str, of_convolutions: float) -> tuple[Change
         text += ", with `HIPBLASLT_ALLOW_TF32=1` in the environment"
         sets["HIPBLASLT_ALLOW_TF32"] = (environment.get("HIPBLASLT_ALLOW_TF32"), "1")
     product = change(text, numerics=True, training=False, **sets)
-    told = matmul.get("cudnn_allow_tf32") is False or "conv_fp32_precision" in matmul
-    if allows_tf32(matmul, True) or not (told or of_convolutions > _FEW):
+    recorded = matmul.get("cudnn_allow_tf32") is False or "conv_fp32_precision" in matmul
+    if allows_tf32(matmul, True) or not (recorded or of_convolutions > _FEW):
         return (product,)
     first = "or " if of_convolutions > 1 - _FEW else ""
     convolution = change(

@@ -1,19 +1,22 @@
 """What was sampled next to the ranks: the readings over the run, and their means while training was steady.
 
-What programs outside the job take of a host's cores, and whether a run beside them can clear the job.
+Logs of other tools have clocks of their own: which of them lie on the run's, and by how much the others are moved.
 
-Beside them everything waits: the training thread, the threads that it waits for, loader workers. A bottleneck then
-looks like any other wait, and hides among them.
+Beside programs outside the job everything waits: the training thread, the threads that it waits for, loader workers. A
+bottleneck then looks like any other wait, and hides among them. So what they take of a host's cores is measured too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import schema
 from dlprof.analysis import settings
 from dlprof.analysis.engine import (
     JOB,
@@ -28,11 +31,143 @@ from dlprof.analysis.engine import (
     per_rank,
     within_rank,
 )
-from dlprof.analysis.machine.log_clocks import Clock, log_clocks, placed_samples
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.timeline.steady import light_steps, standard_error, suspended
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
+
+# How the source of each tool's log begins, and which of its options brings a metric.
+OPTIONS: dict[str, dict[str, str]] = {
+    "nvidia-smi": {
+        "busy_share": "--query-gpu=utilization.gpu",
+        "power_w": "--query-gpu=power.draw,enforced.power.limit,power.default_limit",
+        "memory_used_bytes": "--query-gpu=memory.used,memory.total",
+        "sm_clock_mhz": "--query-gpu=clocks.sm,clocks.max.sm",
+        "clock_reasons_bits": "--query-gpu=clocks_event_reasons.active",
+    },
+    "amd-smi": {
+        "busy_share": "amd-smi metric --usage",
+        "power_w": "amd-smi metric --power",
+        "memory_used_bytes": "amd-smi metric --mem-usage",
+        "sm_clock_mhz": "amd-smi metric --clock",
+    },
+    "rocm-smi": {
+        "busy_share": "rocm-smi --showuse",
+        "power_w": "rocm-smi --showpower",
+        "memory_used_bytes": "rocm-smi --showmeminfo vram",
+        "sm_clock_mhz": "rocm-smi --showclocks",
+    },
+}
+
+_SECOND = 1_000_000_000
+_DAY = 86_400 * _SECOND
+_QUARTER, _HOUR = 900 * _SECOND, 3600 * _SECOND
+_ZONES = 14  # hours that a clock is ahead of UTC, or behind it, at most
+
+# Times since 1970 are larger than this, times since a start or of a trace without a base are smaller.
+_UNIX = 10**18
+
+# A log belongs to a run where it covers this share of the shorter one of the two.
+_COVERS = 0.5
+
+
+class Clock(NamedTuple):
+    """What is known of a log's clock.
+
+    `shift_ns` moves its times to Unix time. `how`: "zone" (the log says it), "fitted" (the one zone in which it lies
+    where the run does), "machine" (taken for this machine's zone), "none" (it has no times).
+    """
+
+    shift_ns: int
+    how: str
+    words: str = ""
+
+
+@within_rank
+def run_span(
+    light_steps: Maybe[Frame] = maybe(light_steps), spans: Maybe[Frame] = maybe(schema.SPANS)
+) -> tuple[int, int]:
+    """Return when the rank's steps, else its trace, began and ended, Unix ns; (0, 0) where that is not known."""
+    steps, traced = light_steps.or_none(), spans.or_none()
+    frame = steps if steps is not None and len(steps) else traced
+    if frame is None or not len(frame):
+        return 0, 0
+    begin, end = int(frame["start_ns"].min()), int((frame["start_ns"] + frame["dur_ns"]).max())
+    return (begin, end) if begin > _UNIX else (0, 0)
+
+
+@within_rank
+def log_clocks(
+    samples: Frame = needs(schema.SAMPLES), run_span: tuple[int, int] = needs(run_span), rank: RankFacts = needs(RANK)
+) -> dict[str, Clock]:
+    """Return the clock of each source of the samples that is of another tool's log."""
+    found: dict[str, Clock] = {}
+    for name, facts in rank.trace_facts.items():
+        if not name.startswith("log ") or not isinstance(facts, dict):
+            continue
+        mine = samples.loc[samples["source"].isin(facts["sources"]), "at_ns"]
+        if len(mine):
+            clock = _clock(str(facts["times"]), int(mine.min()), int(mine.max()), run_span)
+            found |= dict.fromkeys(facts["sources"], clock)
+    return found
+
+
+def _clock(times: str, begin: int, end: int, run: tuple[int, int]) -> Clock:
+    if times == "none":
+        return Clock(0, "none", "it has no times")
+    if times == "zone":
+        return Clock(0, "zone")
+    days = 0
+    if times == "day":
+        if not run[0]:
+            return Clock(0, "none", "its times have no date")
+        days = run[0] // _DAY * _DAY
+    else:
+        here = -_offset(begin)
+        if _covers(begin + here, end + here, run) or not run[0]:
+            return Clock(here, "machine", "its times have no zone, and are taken for this machine's")
+    zones = [
+        day + n * _QUARTER for n in range(-_ZONES * 4, _ZONES * 4 + 1) for day in ((-_DAY, 0, _DAY) if days else (0,))
+    ]
+    fits = [zone for zone in zones if _covers(begin + days + zone, end + days + zone, run)]
+    whole = [zone for zone in fits if zone % _HOUR == 0] or fits
+    if len(whole) == 1:
+        words = f"its times have no zone: {_named(-whole[0])} is where it lies with the run"
+        return Clock(days + whole[0], "fitted", words)
+    if days:
+        return Clock(0, "none", "its times have no date, and fit the run in several zones or in none")
+    return Clock(-_offset(begin), "machine", "its times have no zone, and do not lie with the run's in this machine's")
+
+
+def _covers(begin: int, end: int, run: tuple[int, int]) -> bool:
+    both = min(end, run[1]) - max(begin, run[0])
+    return both >= _COVERS * max(min(end - begin, run[1] - run[0]), 1)
+
+
+def _offset(at: int) -> int:
+    """Return by how many ns this machine's clock is ahead of UTC at a time of its own."""
+    local = datetime.fromtimestamp(at // _SECOND, timezone.utc).replace(tzinfo=None).astimezone()
+    offset = local.utcoffset()
+    return 0 if offset is None else int(offset.total_seconds()) * _SECOND
+
+
+def _named(zone: int) -> str:
+    minutes = abs(zone % _DAY - (_DAY if zone % _DAY > _DAY // 2 else 0)) // (60 * _SECOND)
+    sign = "−" if zone % _DAY > _DAY // 2 else "+"
+    return f"UTC{sign}{minutes // 60}" + (f":{minutes % 60:02d}" if minutes % 60 else "")
+
+
+@within_rank
+def placed_samples(
+    samples: Frame = needs(schema.SAMPLES), log_clocks: dict[str, Clock] = needs(log_clocks)
+) -> pd.DataFrame:
+    """Return the table "samples" with the times of logs moved to Unix time; what has no times stays as it is."""
+    moved = {source: clock.shift_ns for source, clock in log_clocks.items() if clock.shift_ns}
+    if not moved:
+        return samples
+    shift = samples["source"].astype(str).map(moved).fillna(0).to_numpy().astype(np.int64)
+    return samples.assign(at_ns=samples["at_ns"] + shift)
+
 
 # Metrics that only grow → the name of their rate, and its unit: CPU seconds a second are cores, joules a second are
 # watts, and nanoseconds of holding clocks down, or of waiting for a core, a share of the time.
@@ -192,17 +327,14 @@ def outside(sample_means: pd.DataFrame) -> float:
 
 
 # A host's own services use less than this share of its cores.
-_LITTLE = 0.05
-
+_SERVICES = 0.05
 
 # If this share of a host's cores is in use, none are free, and the job lacks the cores that others use. These count
 # from twice the share above.
 _FULL = 0.95
 
-
 # Waiting for a core, caused by others, from this share of the time on: as for threads of the job's own.
 _NOTABLE = 0.05
-
 
 # What a device leaves idle for its host: of waiting for a core no more than that costs anything.
 _OF_HOST = ("host", "optimizer_host", "launch_latency", "input_wait")
@@ -241,10 +373,10 @@ def foreign_load(
         foreign = max(used - ours, 0.0)
         # A job of no more threads than cores, and of no workers, would wait for none of them alone.
         alone = all((settings.threads(job, rank) or 1) <= (settings.cores_per_rank(job, rank) or 1) for rank in here)
-        alone &= float(workers.reindex(here).sum()) < _LITTLE * cores
+        alone &= float(workers.reindex(here).sum()) < _SERVICES * cores
         lost = waited * (1.0 if alone else foreign / max(used, 1e-9))
-        full = used >= _FULL * cores and foreign >= 2 * _LITTLE * cores
-        disturbs = full or (foreign >= _LITTLE * cores and lost >= _NOTABLE)
+        full = used >= _FULL * cores and foreign >= 2 * _SERVICES * cores
+        disturbs = full or (foreign >= _SERVICES * cores and lost >= _NOTABLE)
         rows.append((host, cores, used, ours, foreign, waited, lost, int(disturbs)))
     if not rows:
         raise NotMeasured("what the job used of the host's cores was not sampled")

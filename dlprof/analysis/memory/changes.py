@@ -4,15 +4,15 @@ Memory comes from footprint.py. The step's time is known where another measure p
 of the step, 16 bits by the products that run in float32, checkpointing by the forward pass of the modules, another
 schedule by the pipeline's replay. Otherwise it is bounded or not known, and the row says so.
 
-The memory that a larger batch needs on the GPU, and the time that it saves.
+Then the largest batch that fits on the GPU, and memory as the result has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import isnan, nan
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,7 +23,7 @@ from dlprof.analysis.compute.attention import attention
 from dlprof.analysis.compute.kernels import FORWARD_SHARE, TIMES, larger_batches
 from dlprof.analysis.compute.operators import tensor_cores
 from dlprof.analysis.compute.peaks import PCIE_REACHED, device_of, host_link
-from dlprof.analysis.compute.products import WIDTH
+from dlprof.analysis.compute.products import WIDTH, sizes
 from dlprof.analysis.engine import (
     JOB,
     RANK,
@@ -38,10 +38,24 @@ from dlprof.analysis.engine import (
     per_rank,
 )
 from dlprof.analysis.memory import footprint as fp
-from dlprof.analysis.memory.composition import held_names, memory_composition
-from dlprof.analysis.memory.footprint import Footprint, growth, main_device, of_device
-from dlprof.analysis.memory.memory import memory_use, total_bytes
-from dlprof.analysis.memory.snapshot import largest_unit, units, with_modules_inside
+from dlprof.analysis.memory.footprint import (
+    PARTS,
+    Footprint,
+    growth,
+    largest_unit,
+    main_device,
+    of_device,
+    units,
+    with_modules_inside,
+)
+from dlprof.analysis.memory.memory import (
+    around,
+    held_by_module,
+    held_names,
+    memory_composition,
+    memory_use,
+    total_bytes,
+)
 from dlprof.analysis.modules.tree import module_means
 from dlprof.analysis.pipeline.pipeline_plans import Model, most_held, pipeline_models
 from dlprof.analysis.pipeline.schedules import GPIPE, ONE_F_ONE_B, grid, runs, short
@@ -49,6 +63,7 @@ from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import own_time, saving
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
+from dlprof.result import MOST_RANKS, figures
 
 # Multiples of the batch that are listed, besides the largest that fits.
 MULTIPLES = (0.5, 2.0, 4.0, 8.0)
@@ -113,25 +128,22 @@ def _times(then: Footprint, total: float) -> float:
 def _scores(attention: Maybe[pd.DataFrame]) -> dict[int, float]:
     """Return elements of one call's scores, of unfused attention → bytes of one copy of those of a step."""
     frame = attention.or_none()
-    sizes: dict[int, float] = {}
-    if frame is None:
-        return sizes
-    for shape, dtype, calls in frame.loc[frame["passes"] == "forward", ["shape", "dtype", "calls"]].itertuples(
-        index=False, name=None
-    ):
-        first, _, second = str(shape).partition(" ")
-        query, key = first.split("x"), second.split("x")
-        if len(query) == len(key) == 3 and str(dtype) in WIDTH:
-            elements = int(query[0]) * int(query[1]) * int(key[1])
-            sizes[elements] = sizes.get(elements, 0.0) + float(calls) * elements * WIDTH[str(dtype)]
-    return sizes
+    found: dict[int, float] = {}
+    for row in () if frame is None else frame[frame["passes"] == "forward"].to_dict("records"):
+        tensors = sizes(row["shape"])
+        if [len(tensor) for tensor in tensors] == [3, 3] and row["dtype"] in WIDTH:
+            (batch, queries, _), (_, keys, _) = tensors
+            elements = batch * queries * keys
+            found[elements] = found.get(elements, 0.0) + float(row["calls"]) * elements * WIDTH[row["dtype"]]
+    return found
 
 
 def _changes(
     now: Footprint, facts: Mapping[str, object], total: float, scores: Mapping[int, float], names: Mapping[str, str]
 ) -> Iterator[tuple[str, str, Footprint]]:
     held = now.held
-    for times in sorted({*MULTIPLES, *_largest(now, total, settings.batch_of(facts))}):
+    largest = 0.0 if isnan(total) else even(_times(now, total), settings.batch_of(facts))
+    for times in sorted({*MULTIPLES, largest} if largest > 1 else MULTIPLES):
         yield "batch", f"{times:g}", fp.larger_batch(now, times)
     floats, on_gpu = held["dtype"].astype(str), bool((held["device"].astype(str) != "cpu").any())
     if (floats[held["part"] == "activation"] == "float32").any() and not now.moments["forward"]["cast"]:
@@ -143,9 +155,7 @@ def _changes(
     if scores:
         yield "fused_attention", "", fp.fused_attention(now, scores)
     world = facts.get("world_size")
-    parallel = isinstance(world, int) and world > 1 and _replicated(held) and not facts.get("pipeline")
-    if parallel:
-        assert isinstance(world, int)
+    if isinstance(world, int) and world > 1 and _replicated(held) and not facts.get("pipeline"):
         for stage in (1, 2, 3):
             yield "shard", f"{stage}/{world}", fp.sharded(now, stage, world, largest_unit(held, modules))
     if now.parts["optimizer"] or now.moments["update"]["optimizer"]:
@@ -167,14 +177,6 @@ def _checkpoints(now: Footprint, modules: list[str], names: Mapping[str, str]) -
         then = fp.checkpointed(now, mine)
         if then.peak_bytes < now.peak_bytes:
             yield change, name, then
-
-
-def _largest(now: Footprint, total: float, batch: object) -> tuple[float, ...]:
-    """Return the largest multiple of the batch that fits; (): none above 1, or not known."""
-    if isnan(total):
-        return ()
-    most = even(_times(now, total), batch)
-    return (most,) if most > 1 else ()
 
 
 def _replicated(held: pd.DataFrame) -> bool:
@@ -212,17 +214,10 @@ def held_share(schedule: str, ranks: int, microbatches: int, chunks: int, place:
     return most_held(grid(schedule, ranks, microbatches, chunks).rows[place]) / chunks / microbatches
 
 
-@dataclass(frozen=True)
-class Forward:
-    """The forward pass of some modules, as a share of the traced step, and of the whole model's forward pass."""
-
-    of_step: float
-    share: float
-    on_device: bool
-
-
-def forward_of(module_means: pd.DataFrame | None, names: Sequence[str]) -> Forward | None:
-    """Return the forward pass of modules, by their folded names; None: it is not known for all of them."""
+def forward_of(module_means: pd.DataFrame | None, names: Sequence[str]) -> tuple[float, float, bool] | None:
+    """Return the forward pass of modules, by their folded names, as a share of the traced step, and of the whole
+    model's forward pass, and whether a device computes it; None: it is not known for all of them.
+    """
     if module_means is None:
         return None
     rows = module_means.drop_duplicates("path").set_index("path")
@@ -231,7 +226,7 @@ def forward_of(module_means: pd.DataFrame | None, names: Sequence[str]) -> Forwa
     if not whole or not total or not all(name in rows.index for name in names):
         return None
     mine = float(rows.loc[list(names), "forward_ns"].sum())
-    return Forward(mine / total, mine / whole, bool(rows["on_device"].iloc[0]))
+    return mine / total, mine / whole, bool(rows["on_device"].iloc[0])
 
 
 @across_ranks
@@ -308,14 +303,15 @@ def memory_what_if(
 
     def of_checkpoint(value: str) -> tuple[float, str, str]:
         frame, again = larger_batch_steps.or_none(), forward_of(module_means.or_none(), value.split(", "))
-        if again is not None and not again.on_device:
-            return now * (1 + again.of_step), "", ""
+        of_step, share, on_device = again or (nan, nan, True)
+        if not on_device:
+            return now * (1 + of_step), "", ""
         if frame is None:
             return nan, "", larger_batch_steps.why()
         whole = -gain_at(frame, 1.0, "again_ns")
         if again is None:
             return now + whole, "most", "assumes that the whole forward pass is recomputed"
-        return now + whole * again.share, "", ""
+        return now + whole * share, "", ""
 
     def of_attention(_: str) -> tuple[float, str, str]:
         frame = attention.get()
@@ -363,20 +359,17 @@ def memory_what_if(
 # Memory monitors warn above 92 %. A larger batch may use up to that.
 HIGH = 0.92
 
-
 # Categories of the step that take the same time for any batch: host work.
 HOST = ("host", "optimizer_host", "launch_latency")
 
-
 # Advised batches of 16 or more are multiples of this: matrix products in 16 bits want 8.
 _EVEN = 8
-
 
 MOST_TIMES = 64.0  # no step is extrapolated further
 
 
 @per_rank
-def batch_room(
+def batch_memory(
     memory_use: Maybe[Frame] = maybe(memory_use),
     held: Maybe[Frame] = maybe(schema.HELD),
     memory_composition: Maybe[Frame] = maybe(memory_composition),
@@ -388,6 +381,7 @@ def batch_room(
     (1: counted by part; 0: all memory that a step frees is assumed to grow). The allocator's cache is left out: a
     larger batch would use it. Raises NotMeasured where the rank uses no GPU, or its memory was not read.
     """
+    columns = ["stays_bytes", "grows_bytes", "floor_bytes", "total_bytes", "counted"]
     total, composition, table = total_bytes(rank), memory_composition.or_none(), held.or_none()
     if composition is not None and table is not None and (device := main_device(composition)) != "cpu":
         now = of_device(table, composition, device, rank.facts).scaled({"cache": 0.0})
@@ -396,28 +390,23 @@ def batch_room(
             floor = sum(moments.pop("update"))
             # The other moment that fills the memory with the smallest batch.
             stays, grows = min(moments.values(), key=lambda m: (HIGH * total - m[0]) / max(m[1], 1.0))
-            return _row((stays, grows, floor, total, 1))
+            return pd.DataFrame([(stays, grows, floor, total, 1)], columns=columns)
     use = memory_use.get().iloc[0]
     kept = float(use["kept_bytes"])
-    return _row((kept, float(use["peak_allocated_bytes"]) - kept, 0.0, total, 0))
+    return pd.DataFrame([(kept, float(use["peak_allocated_bytes"]) - kept, 0.0, total, 0)], columns=columns)
 
 
-def _row(values: tuple[float, ...]) -> pd.DataFrame:
-    columns = ["stays_bytes", "grows_bytes", "floor_bytes", "total_bytes", "counted"]
-    return pd.DataFrame([values], columns=columns)
-
-
-def batch_need(batch_room: pd.DataFrame, times: float) -> float:
+def batch_need(batch_memory: pd.DataFrame, times: float) -> float:
     """Return the largest share of memory that a batch `times` as large needs on any rank."""
-    grown = batch_room["stays_bytes"] + batch_room["grows_bytes"] * times
-    return float((np.maximum(grown, batch_room["floor_bytes"]) / batch_room["total_bytes"]).max())
+    grown = batch_memory["stays_bytes"] + batch_memory["grows_bytes"] * times
+    return float((np.maximum(grown, batch_memory["floor_bytes"]) / batch_memory["total_bytes"]).max())
 
 
-def most_times(batch_room: pd.DataFrame) -> float:
+def most_times(batch_memory: pd.DataFrame) -> float:
     """Return the largest batch that fits on every rank below HIGH, as a multiple of the present one; 0: none does."""
-    free = HIGH * batch_room["total_bytes"] - batch_room["stays_bytes"]
-    fits = batch_room["floor_bytes"] <= HIGH * batch_room["total_bytes"]
-    times = (free / batch_room["grows_bytes"].clip(lower=1.0)).where(fits, 0.0)
+    free = HIGH * batch_memory["total_bytes"] - batch_memory["stays_bytes"]
+    fits = batch_memory["floor_bytes"] <= HIGH * batch_memory["total_bytes"]
+    times = (free / batch_memory["grows_bytes"].clip(lower=1.0)).where(fits, 0.0)
     return float(times.clip(lower=0.0, upper=MOST_TIMES).min())
 
 
@@ -443,11 +432,100 @@ def gain_at(larger_batch_steps: pd.DataFrame, times: float, column: str = "gain_
     return float(np.interp(1 / times, left[order], larger_batch_steps[column].to_numpy(dtype=float)[order]))
 
 
-def up_to(steps: pd.DataFrame, batch_room: pd.DataFrame, step_ns: float, times: float) -> pd.DataFrame:
+def up_to(steps: pd.DataFrame, batch_memory: pd.DataFrame, step_ns: float, times: float) -> pd.DataFrame:
     """Return time and memory with larger batches: the rows of `larger_batch_steps` below a multiple, and that one.
 
     Columns: times, step_ns, speed (× present), need (see `batch_need`).
     """
-    rows = [(t, step_ns - gain_at(steps, t), batch_need(batch_room, t)) for t in (*steps["times"], times) if t <= times]
+    rows = [
+        (t, step_ns - gain_at(steps, t), batch_need(batch_memory, t)) for t in (*steps["times"], times) if t <= times
+    ]
     frame = pd.DataFrame(rows, columns=["times", "step_ns", "need"]).drop_duplicates()
     return frame.assign(speed=step_ns / frame["step_ns"])
+
+
+MOST_MODULES = 60  # rows
+
+_SHOWN = ("parameter", "gradient", "optimizer", "activation")  # parts; all others are one
+
+OUTSIDE = "(the model itself)"  # outside its submodules, and the loss
+OF_NONE = "(no module)"  # the same where there are several models
+
+
+@across_ranks
+def memory_footprint(
+    memory_composition: Frame = needs(memory_composition),
+    held_by_module: Maybe[Frame] = maybe(held_by_module),
+    held_names: Maybe[Frame] = maybe(held_names),
+    memory_what_if: Maybe[Frame] = maybe(memory_what_if),
+    job: Job = needs(JOB),
+) -> figures.Footprint:
+    """Return each rank's memory by part, and of the rank with the highest peak its modules and predicted peaks."""
+    sums = memory_composition.groupby(["rank", "device"], sort=False)["bytes"].sum().sort_values(ascending=False)
+    order = {part: place for place, part in enumerate(PARTS)}
+    devices = []
+    for rank, device in sums.index[:MOST_RANKS]:
+        mine = memory_composition[(memory_composition["rank"] == rank) & (memory_composition["device"] == device)]
+        rows = mine.iloc[mine["part"].map(order).fillna(len(order)).argsort(kind="stable")]
+        parts = tuple(
+            figures.MemoryPart(str(p), float(n), str(k))
+            for p, n, k in zip(rows["part"], rows["bytes"], rows["known"], strict=True)
+        )
+        total = (job.facts[rank].get("device") or {}).get("memory_bytes") if device != "cpu" else None
+        total = None if total is None else float(total)
+        devices.append(figures.DeviceMemory(int(rank), str(device), parts, str(mine["moment"].iloc[0]), total))
+    rank, device = sums.index[0]
+    now_ns: float | None = None
+    changed: tuple[figures.MemoryChange, ...] = ()
+    inside: tuple[figures.ModuleMemory, ...] = ()
+    if (changes := memory_what_if.or_none()) is not None:
+        rank, device = int(changes["rank"].iloc[0]), str(changes["device"].iloc[0])
+        changed = tuple(_change(row) for row in changes[changes["change"] != ""].to_dict("records"))
+        now_ns = _known(changes["now_ns"].iloc[0])
+    by_module, names = held_by_module.or_none(), held_names.or_none()
+    if by_module is not None and names is not None:
+        mine = by_module[(by_module["rank"] == rank) & (by_module["device"] == device)]
+        inside = modules(mine, names[names["rank"] == rank])
+    return figures.Footprint(tuple(devices), int(rank), inside, changed, now_ns)
+
+
+def _change(row: Mapping[Any, Any]) -> figures.MemoryChange:
+    least, most = (
+        None if row["least_bytes"] == row["most_bytes"] else _known(row[f"{of}_bytes"]) for of in ("least", "most")
+    )
+    times, then_ns = _known(row["times"]), _known(row["then_ns"])
+    what, value, then_bytes = str(row["change"]), str(row["value"]), float(row["then_bytes"])
+    return figures.MemoryChange(what, value, then_bytes, times, then_ns, row["bound"], str(row["why"]), least, most)
+
+
+def _known(value: float) -> float | None:
+    return None if pd.isna(value) else float(value)
+
+
+def modules(held_by_module: pd.DataFrame, held_names: pd.DataFrame) -> tuple[figures.ModuleMemory, ...]:
+    """Return the memory of one rank's modules on one device, each with the modules inside it, the largest first.
+
+    Identical modules are one row. A module with the same memory as one inside it is left out.
+    """
+    part = held_by_module["part"].astype(str).where(held_by_module["part"].isin(_SHOWN), "other")
+    own = held_by_module.assign(part=part).pivot_table("bytes", "module", "part", "sum", fill_value=0.0)
+    own = own.reindex(columns=[*_SHOWN, "other"], fill_value=0.0)
+    named = held_names.set_index("module")
+    inside = [(path, m, named["name"].get(m, m)) for path in map(str, own.index) for m in around(path) if m or not path]
+    pairs = pd.DataFrame(inside, columns=["module", "around", "path"])
+    whole = pairs.merge(own, left_on="module", right_index=True).groupby("path")[[*_SHOWN, "other"]].sum()
+    counts = pairs.groupby("path")["around"].nunique().to_dict()
+    kind_of = {str(name): str(kind) for name, kind in zip(named["name"], named["kind"], strict=True)}
+    rows = [
+        figures.ModuleMemory(
+            str(name) or (OUTSIDE if kind_of.get("") else OF_NONE),
+            kind_of.get(str(name), ""),
+            counts.get(str(name), 1),
+            float(sum(sizes)),
+            *sizes,
+        )
+        for name, *sizes in whole.astype(float).itertuples(name=None)
+    ]
+    largest = {(row.bytes, row.activation): row.module for row in sorted(rows, key=lambda r: len(r.module))}
+    kept = [row for row in rows if row.bytes and largest[row.bytes, row.activation] == row.module]
+    return tuple(sorted(kept, key=lambda row: -row.bytes)[:MOST_MODULES])

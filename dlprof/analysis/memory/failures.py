@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from math import isnan, nan
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
 from dlprof import schema
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
-from dlprof.analysis.memory.memory import memory_state
-from dlprof.analysis.memory.snapshot import shortened
+from dlprof.analysis.memory.snapshot import memory_state, shortened
 from dlprof.analysis.timeline.steady import light_steps
+from dlprof.result import Change
 from dlprof.units import digits, size
 
 SNAPSHOT, ERROR, KERNEL, KILLED = "snapshot", "error", "kernel", "killed"
@@ -167,27 +167,16 @@ def _size(found: re.Match[str] | None) -> float:
 
 _MOST = 5  # changes that are named
 
-
 _WORTH = 0.02  # of the memory needed; changes that save less are not named
-
 
 # If a failure needed so many times the counted memory, the count does not apply: memory grew, or another kind of step
 # ran.
 _GROWN = 2.0
 
-
 _NUMERICS = ("batch", "autocast", "16_bits", "8_bit")
 
 
-class Cure(NamedTuple):
-    """A change in words, whether it changes the numbers that are computed, and the peak without and with it, bytes."""
-
-    text: str
-    numerics: bool
-    peak_bytes: tuple[float, float]
-
-
-def cures(memory_what_if: pd.DataFrame | None, failure: dict[Any, Any]) -> list[Cure]:
+def cures(memory_what_if: pd.DataFrame | None, failure: dict[Any, Any]) -> list[Change]:
     """Return the changes with which the job would have fitted: those that compute the same numbers first, and of these
     the one with the highest predicted peak.
 
@@ -211,8 +200,12 @@ def cures(memory_what_if: pd.DataFrame | None, failure: dict[Any, Any]) -> list[
     found = found[(found["then"] <= total) & (found["then"] < needed * (1 - _WORTH))]
     found = found.sort_values(["numerics", "then"], ascending=[True, False], kind="stable").head(_MOST)
     return [
-        Cure(f"{named(str(c), str(v))}: about {size(then)} instead of {size(needed)}", bool(n), (needed, float(then)))
-        for c, v, then, n in zip(found["change"], found["value"], found["then"], found["numerics"], strict=True)
+        Change(
+            f"{named(row['change'], row['value'])}: about {size(row['then'])} instead of {size(needed)}",
+            numerics=bool(row["numerics"]),
+            peak_bytes=(needed, float(row["then"])),
+        )
+        for row in found.to_dict("records")
     ]
 
 

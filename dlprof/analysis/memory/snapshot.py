@@ -1,24 +1,21 @@
-"""Snapshots of PyTorch's allocator, replayed: what was allocated on the GPU at each moment, and where.
+"""Snapshots of PyTorch's allocator, replayed: what was allocated on the GPU at each moment, where, and what was free.
 
 A snapshot has the blocks of one moment, and the events before it, as many as the recording kept. Together they show
 from when to when each block was allocated. A block without an event was allocated before the first one.
-
-The places of a backward pass: what the forward pass saves, in its order, and what is made where that is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
+from math import nan
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
-from dlprof.analysis.compute.products import WIDTH
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
 from dlprof.errors import NotMeasured
 
@@ -205,20 +202,14 @@ def memory_peak(memory_replay: list[Replay] = needs(memory_replay)) -> pd.DataFr
     `peak_bytes` is the most that tensors held at any moment that the snapshot covers. `events`: how many are replayed;
     0: the snapshot has no history, and the peak is the moment when it was taken.
     """
-    rows = [
-        (
-            r.device,
-            int(r.allocated[r.peak]),
-            int(r.reserved[r.peak]),
-            int(r.at_ns[r.peak]),
-            len(r.at_ns) - 1,
-            int(r.allocated[-1]),
-        )
-        for r in memory_replay
-    ]
+    rows = []
+    for r in memory_replay:
+        at_peak = {"peak_bytes": r.allocated, "reserved_bytes": r.reserved, "at_ns": r.at_ns}
+        peak = {name: int(values[r.peak]) for name, values in at_peak.items()}
+        rows.append({"device": r.device, **peak, "events": len(r.at_ns) - 1, "end_bytes": int(r.allocated[-1])})
     if not rows:
         raise NotMeasured("the snapshot shows no memory of a GPU")
-    return pd.DataFrame(rows, columns=["device", "peak_bytes", "reserved_bytes", "at_ns", "events", "end_bytes"])
+    return pd.DataFrame(rows)
 
 
 @per_rank
@@ -307,129 +298,90 @@ def shortened(sites: Iterable[str]) -> dict[str, str]:
     return short
 
 
-_MOST_SHARED = 1_000  # parameters of several modules that are looked at: more than any model is known to have
+@per_rank
+def memory_state(
+    memory_blocks: Frame = needs(schema.MEMORY_BLOCKS), memory_replay: list[Replay] = needs(memory_replay)
+) -> pd.DataFrame:
+    """Return the allocator's state when the snapshot was taken ("end"), and at the last failed request ("oom").
+
+    Columns: device, moment, allocated_bytes, reserved_bytes, free_bytes (reserved and not allocated), split_bytes (free
+    in segments that are partly in use, which cannot be returned to the device), largest_bytes (the largest free block;
+    for an oom, of the requesting stream and pool), requested_bytes, device_free_bytes, ooms (so far), site (of the
+    request), at_ns. NaN: not known, or no request.
+    """
+    rows = []
+    for r in memory_replay:
+        mine = memory_blocks[memory_blocks["device"] == r.device]
+        end = _end(mine)
+        if end is not None:
+            rows.append((r.device, "end", *end, nan, nan, len(r.ooms), "", int(r.at_ns[-1])))
+        if len(r.ooms):
+            request = r.ooms.iloc[-1]
+            moment = int(request["moment"]) - 1  # before it failed
+            free = float(request["free_bytes"])
+            rows.append(
+                (
+                    r.device,
+                    "oom",
+                    int(r.allocated[moment]),
+                    int(r.reserved[moment]),
+                    *_at(r, moment, int(request["stream"]), str(request["pool"])),
+                    float(request["bytes"]),
+                    free if free >= 0 else nan,
+                    len(r.ooms),
+                    shortened([str(request["site"])])[str(request["site"])],
+                    int(r.at_ns[moment + 1]),
+                )
+            )
+    if not rows:
+        raise NotMeasured("the snapshot shows no memory of a GPU")
+    columns = ["device", "moment", "allocated_bytes", "reserved_bytes", "free_bytes", "split_bytes", "largest_bytes"]
+    return pd.DataFrame(rows, columns=[*columns, "requested_bytes", "device_free_bytes", "ooms", "site", "at_ns"])
 
 
-def places_of(held: pd.DataFrame) -> pd.DataFrame:
-    """Return the places of a footprint: what is saved, in the order of the forward pass; one, if nothing is."""
-    saved = held[held["part"] == "activation"].reset_index(drop=True)
-    if not len(saved):
-        saved = pd.DataFrame({"module": [""], "kind": "", "dtype": "", "tensors": 0, "bytes": 0})
-    registered = held.loc[held["part"] == "parameter", "module"].astype(str).drop_duplicates()
-    steps = saved["module"].astype(str).map({m: at for at, m in enumerate(registered)}).dropna().diff()
-    if (steps < 0).sum() > (steps > 0).sum():  # older recordings have it in the order of the backward pass
-        saved = saved[::-1].reset_index(drop=True)
-    tensor = saved["bytes"] / saved["tensors"].clip(lower=1)
-    texts = saved[["module", "kind", "dtype"]].astype(str)
-    frame = texts.assign(
-        unit="",
-        tensor=tensor.astype(float),
-        kept=saved["bytes"].astype(float),
-        again=0.0,
-        flowing=(2.0 * tensor).where(texts["dtype"].isin(WIDTH), 0.0),
+def _end(blocks: pd.DataFrame) -> tuple[float, ...] | None:
+    """Return allocated, reserved, free, split and largest free bytes of the blocks themselves; None without any."""
+    if not len(blocks):
+        return None
+    free = blocks["state"] == "inactive"
+    reserved = float(blocks.drop_duplicates("segment")["segment_bytes"].sum())
+    used = blocks.loc[~free, "segment"].unique()
+    split = float(blocks.loc[free & blocks["segment"].isin(used), "bytes"].sum())
+    unused = float(blocks.loc[free, "bytes"].sum())
+    return reserved - unused, reserved, unused, split, float(blocks.loc[free, "bytes"].max()) if free.any() else 0.0
+
+
+def _at(r: Replay, moment: int, stream: int, pool: str) -> tuple[float, float, float]:
+    """Return free, split and largest free bytes at a moment, the last one of a stream and pool; NaN: not known."""
+    free = float(r.reserved[moment] - r.allocated[moment])
+    segments = r.segments[(r.segments["begins"] <= moment) & (moment < r.segments["ends"])]
+    if not len(segments) or abs(float(segments["bytes"].sum()) - float(r.reserved[moment])) > 0:
+        return free, nan, nan  # expandable segments are not followed
+    live = r.live(moment)
+    pieces, within, whole = gaps(
+        segments["address"].to_numpy(), segments["bytes"].to_numpy(), r.address[live], r.held[live]
     )
-    gradients = held[held["part"] == "gradient"]
-    gradient = at_places(held, frame["module"], gradients)
-    own = gradient.copy()
-    where, last = _where(held, frame["module"]), {name: at for at, name in enumerate(frame["module"])}
-    for _, shared in held[held["part"] == "shared"].head(_MOST_SHARED).iterrows():
-        # A parameter of two modules has a gradient once the later one has run backward. That of the other is made
-        # beside it, and then added.
-        whole = gradients[gradients["full_bytes"] >= shared["full_bytes"]].sort_values("full_bytes").head(1)
-        for row in whole.itertuples():
-            first, later = where.get(str(row.module), 0), last.get(str(shared["module"]), 0)
-            if first < later:
-                size = row.bytes * shared["full_bytes"] / max(row.full_bytes, 1)
-                gradient[later] += size
-                own[later] += size
-                gradient[first] -= size
-    return frame.assign(gradient=gradient, own=own, cast=at_places(held, frame["module"], held[held["part"] == "cast"]))
+    order = np.argsort(segments["address"].to_numpy(), kind="stable")
+    mine = ((segments["stream"] == stream) & (segments["pool"].astype(str) == pool)).to_numpy()[order]
+    largest = float(pieces[mine[within]].max(initial=0))
+    return free, float(pieces[~whole].sum()), largest
 
 
-def at_places(held: pd.DataFrame, places: pd.Series, rows: pd.DataFrame) -> NDArray[np.float64]:
-    """Return the bytes of rows at each place: where their module saves something first, else where the next parameters
-    do; spread evenly where no module that has any saves something.
-    """
-    made = np.zeros(len(places))
-    where = _where(held, places)
-    sizes = rows.groupby(rows["module"].astype(str))["bytes"].sum()
-    np.add.at(made, [where.get(str(name), 0) for name in sizes.index], sizes.to_numpy(dtype=float))
-    return made
-
-
-def _where(held: pd.DataFrame, places: pd.Series) -> dict[str, int]:
-    """Return the place at which the backward pass of each module with parameters ends."""
-    first = {str(name): at for at, name in reversed(list(enumerate(places)))}
-    order = held.loc[held["part"] == "parameter", "module"].astype(str).drop_duplicates()
-    at = order.map(first)
-    spread = pd.Series(np.linspace(0, len(places) - 1, len(order)), order.index)
-    at = at.bfill().ffill() if at.notna().any() else spread
-    return dict(zip(order, at.round().astype(int), strict=True))
-
-
-def corners(grows: NDArray[np.float64], stays: NDArray[np.float64]) -> list[int]:
-    """Return the places, in order, where a·grows + b·stays may be at its most for positive a and b.
-
-    The upper right of their convex hull (Andrew 1979).
-    """
-    order = np.lexsort((-stays, -grows))
-    best = np.maximum.accumulate(np.concatenate(([-inf], stays[order][:-1])))
-    chain: list[int] = []
-    for at in order[stays[order] > best].tolist():
-        while len(chain) > 1 and _turns(grows, stays, chain[-2], chain[-1], at) <= 0:
-            chain.pop()
-        chain.append(at)
-    return sorted(chain)
-
-
-def _turns(x: NDArray[np.float64], y: NDArray[np.float64], a: int, b: int, c: int) -> float:
-    return float((x[b] - x[a]) * (y[c] - y[a]) - (y[b] - y[a]) * (x[c] - x[a]))
-
-
-def units(held: pd.DataFrame) -> list[str]:
-    """Return the modules that repeat, as a transformer's layers do: the outermost lists of alike modules.
-
-    By path: what is numbered ("layers.0", "layers.1") and holds most of the activations, else most of the parameters.
-    """
-    paths = held["module"].astype(str)
-    numbered = paths.str.extract(r"^(.+?)\.(\d+)(?:\.|$)")
-    found = pd.DataFrame({"list": numbered[0], "place": numbered[1], "part": held["part"], "bytes": held["bytes"]})
-    found = found.dropna(subset=["list"])
-    if not len(found):
-        return []
-    sizes = found[found["part"] == "activation"].groupby("list")["bytes"].sum()
-    if not sizes.sum():
-        sizes = found.groupby("list")["bytes"].sum()
-    chosen = sizes[sizes >= sizes.sum() / 20].index
-    kept = found[found["list"].isin(chosen)].drop_duplicates(["list", "place"])
-    return [f"{name}.{place}" for name, place in zip(kept["list"], kept["place"], strict=True)]
-
-
-def with_modules_inside(held: pd.DataFrame, modules: Sequence[str]) -> list[str]:
-    """Return those of some modules that have modules inside: a checkpoint around a single layer saves next to nothing,
-    as the layer keeps little more than its input.
-    """
-    paths = held["module"].astype(str).unique()
-    around = dict(zip(paths, unit_of(pd.Series(paths), modules), strict=True))
-    outer = {unit for path, unit in around.items() if path != unit}
-    return [module for module in modules if module in outer]
-
-
-def largest_unit(held: pd.DataFrame, modules: Sequence[str]) -> float:
-    """Return the bytes of the parameters of the largest module, or of what lies in none of them."""
-    parameters = held[held["part"] == "parameter"]
-    sizes = parameters["full_bytes"].groupby(unit_of(parameters["module"], modules).to_numpy()).sum()
-    return float(sizes.max()) if len(sizes) else 0.0
-
-
-def unit_of(paths: pd.Series, modules: Sequence[str]) -> pd.Series:
-    """Return of each path the one of these modules that it is, or lies in; "": none."""
-    known = frozenset(modules)
-
-    def around(path: str) -> str:
-        while path and path not in known:
-            path = path.rpartition(".")[0]
-        return path
-
-    text = paths.astype(str)
-    return text.map({path: around(path) for path in text.unique()})
+def gaps(segments: Ints, sizes: Ints, blocks: Ints, held: Ints) -> tuple[Ints, NDArray[np.intp], NDArray[np.bool_]]:
+    """Return the free pieces between blocks: bytes, which segment (in order of address), whether it is all of that."""
+    order = np.argsort(segments, kind="stable")
+    begin = segments[order]
+    end = begin + sizes[order]
+    of = np.searchsorted(begin, blocks, side="right") - 1
+    inside = (of >= 0) & (blocks < end[of.clip(0)])
+    starts = np.concatenate((blocks[inside] + held[inside], begin))  # behind each block, and where a segment begins
+    which = np.concatenate((of[inside], np.arange(len(begin))))
+    stops = np.concatenate((blocks[inside], end))
+    of_stop = np.concatenate((of[inside], np.arange(len(begin))))
+    first = np.lexsort((starts, which))
+    last = np.lexsort((stops, of_stop))  # the n-th begin of a segment's free pieces belongs to its n-th end
+    size = stops[last] - starts[first]
+    within = which[first]
+    kept = size > 0
+    many = np.bincount(of[inside], minlength=len(begin)) == 0
+    return size[kept], within[kept], many[within[kept]]

@@ -13,9 +13,8 @@ from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.compute.peaks import arithmetic
 from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs, per_rank
-from dlprof.analysis.memory.composition import held_by_module
-from dlprof.analysis.modules.sums import GRAPH, OUTSIDE
-from dlprof.analysis.modules.work import module_work
+from dlprof.analysis.memory.memory import held_by_module
+from dlprof.analysis.modules.work import GRAPH, OUTSIDE, module_work
 from dlprof.analysis.timeline.device import has_device
 from dlprof.analysis.timeline.paths import folded, parent
 from dlprof.analysis.timeline.steps import Timing, timing
@@ -227,12 +226,15 @@ def module_means(module_tree: Frame = needs(module_tree), arithmetic: Maybe[Fram
     rows = pd.concat([tree, beyond]).rename_axis("path").reset_index()
     total = float(rows.loc[rows["depth"] == 0, "ns"].sum())
     rate = rows["flops"] / rows["computing_ns"].replace(0.0, np.nan) * 1e9
+    # The peak of the step's one precision: NaN of several.
+    counted = arithmetic.or_none()
+    peak = np.nan if counted is None else float(counted["peak"].mean())
     slower = rows["slowest_ns"] - rows["typical_ns"]
     clearly = (rows["slowest_ns"] >= SLOW * rows["typical_ns"]) & (slower >= NOTABLE_SHARE * total)
     return rows.assign(
         share=rows["ns"] / total if total else 0.0,
         flops_per_s=rate,
-        mfu=rate / _peak(arithmetic),
+        mfu=rate / peak,
         slowest=rows["slowest"].where(clearly, ""),
         on_device=bool(module_tree["on_device"].any()),
         total_ns=total,
@@ -268,9 +270,3 @@ def _down(around: NDArray[np.int64]) -> tuple[list[int], list[int]]:
         order.append(row)
         todo += [(inner, depth[row] + 1) for inner in reversed(below.get(row, []))]
     return order, depth
-
-
-def _peak(arithmetic: Maybe[pd.DataFrame]) -> float:
-    """Return the peak of the step's precision, FLOP/s; NaN: it has several, or the peak is not known."""
-    frame = arithmetic.or_none()
-    return float("nan") if frame is None else float(frame["peak"].mean())

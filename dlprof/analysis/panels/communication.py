@@ -8,9 +8,9 @@ import pandas as pd
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.communication.bandwidth import bandwidth, exchanged, size_class
 from dlprof.analysis.communication.collectives import SENT, unmatched
+from dlprof.analysis.communication.experts import Balance, destinations, expert_balance, routed
 from dlprof.analysis.communication.recorder import rank_places, whole_calls
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
-from dlprof.analysis.experts.tokens import Balance, destinations, expert_balance, routed
 from dlprof.analysis.panel import MOST_RANKS, Picture, table
 from dlprof.analysis.pipeline.chunks import SCHEDULE, pipeline_chunks
 from dlprof.analysis.pipeline.pipeline_plans import schedules

@@ -11,18 +11,18 @@ from dlprof.analysis.compute.kernels import UNITS
 from dlprof.analysis.compute.operators import (
     heaviest_kernels,
     heaviest_operators,
-    kernels_of,
     of_ranks,
     operators,
     work,
 )
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, MeasureFailed, maybe, needs
+from dlprof.analysis.host.parts import ON_DEVICE
 from dlprof.analysis.memory.copies import copies
-from dlprof.analysis.memory.memory import memory_series, memory_state
-from dlprof.analysis.memory.snapshot import OTHERS, memory_curve, memory_holders, memory_peak
+from dlprof.analysis.memory.memory import memory_series
+from dlprof.analysis.memory.snapshot import OTHERS, memory_curve, memory_holders, memory_peak, memory_state
 from dlprof.analysis.panel import MOST_RANKS, Picture, points, table
-from dlprof.analysis.precision.scalers import ON_DEVICE, scale_changes, scalers
+from dlprof.analysis.step.scalers import scale_changes, scalers
 from dlprof.analysis.step.whole_job import step_times
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
@@ -94,7 +94,8 @@ def draw_kernels(
     """List the kernels, as the mean of the ranks, and the copies of the rank with the least hidden ones."""
     panels = []
     with suppress(NotMeasured, MeasureFailed):
-        panels.append(_kernels(heaviest_kernels.get(), kernels_of(work.get())["rank"].unique().tolist()))
+        ranks = work.get().loc[work.get()["kind"] == "kernel", "rank"].unique().tolist()
+        panels.append(_kernels(heaviest_kernels.get(), ranks))
     with suppress(NotMeasured, MeasureFailed):
         exposed = copies.get().groupby("rank")["exposed_ns"].sum()
         panels += [copy_table(copies.get(), int(str(exposed.idxmax())))] if len(exposed) else []

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import pandas as pd
 
 from dlprof.analysis.engine import JOB, Frame, Job, needs
-from dlprof.analysis.machine.gpu_logs import gpu_uses
-from dlprof.analysis.machine.log_clocks import OPTIONS
-from dlprof.analysis.machine.samples import ENOUGH, sample_series
+from dlprof.analysis.machine.gpus import gpu_uses
+from dlprof.analysis.machine.samples import ENOUGH, OPTIONS, sample_series
 from dlprof.analysis.panel import MOST_RANKS, Picture, points, table
 from dlprof.analysis.step.whole_job import began_ns, first_times
 from dlprof.errors import DoesNotApply

@@ -30,11 +30,9 @@ from dlprof.analysis.host.gaps import host_gaps
 from dlprof.analysis.host.stacks import DOING, LEAST_SAMPLES
 from dlprof.analysis.host.waiting import sync_waits
 from dlprof.analysis.idioms import IDIOMS
-from dlprof.analysis.modules.frames import Frames, module_frames
-from dlprof.analysis.modules.rows import module_rows
-from dlprof.analysis.modules.sums import OUTSIDE
+from dlprof.analysis.modules.frames import Frames, module_frames, module_rows
 from dlprof.analysis.modules.tree import around_of, built, inclusive
-from dlprof.analysis.modules.work import traced_exchanges
+from dlprof.analysis.modules.work import OUTSIDE, traced_exchanges
 from dlprof.analysis.source.edits import nodes_of_line
 from dlprof.analysis.source.line_shares import call_sites, line_shares, over_ranks
 from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites

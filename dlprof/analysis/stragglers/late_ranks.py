@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.communication.collectives import SENT, instances, matched, window_steps
+from dlprof.analysis.communication.experts import Balance, expert_balance
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs, per_rank
-from dlprof.analysis.experts.tokens import Balance, expert_balance
-from dlprof.analysis.machine.clocks import held_down
+from dlprof.analysis.machine.gpus import held_down
 from dlprof.analysis.machine.samples import WAITED, outside, sample_means
 from dlprof.analysis.pipeline.pipes import pipelines
 from dlprof.analysis.step.breakdown import breakdown, part

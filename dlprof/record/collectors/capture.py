@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 _DEFAULT = "10,2,5"
 

@@ -23,13 +23,13 @@ from dlprof.marks import __version__
 from dlprof.plain import words_of
 from dlprof.record import guarded
 from dlprof.record.device import cpu
-from dlprof.record.launch.tasks import batch_of
+from dlprof.record.failures import last_error, memory_failure
+from dlprof.record.launch.folder import batch_of
 from dlprof.record.model.names import children_of, class_of, modules_of, parameters_of, problems, unwrapped
 from dlprof.record.model.subnormal import subnormal_shares
-from dlprof.record.raised import last_error, memory_failure
 from dlprof.record.ranks import find_size, local_rank, process_group
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 # The facts are written as soon as something is new, since objects may soon be gone. After this many writes, the pause
 # is this many times the duration of the last write: at most 0.1 % of the job.

@@ -26,8 +26,7 @@ from dlprof.record.captured import capture_test
 from dlprof.record.model.flows import Call, Flows
 from dlprof.record.model.names import Functions, modules_of
 from dlprof.record.recorder import Recorder
-from dlprof.record.step_clock import StepClock
-from dlprof.record.stepping import BACKWARD, FETCH, OPTIMIZER, PHASES, Step
+from dlprof.record.step_clock import BACKWARD, FETCH, OPTIMIZER, PHASES, Step, StepClock
 
 # The tenth training step comes after lazy set-up and the first compilations, and before the default trace window.
 _COUNTED_STEP = 9

@@ -32,7 +32,7 @@ from dlprof.record.hooks import at_uninstall, hidden, hide, put
 from dlprof.record.log import Log
 from dlprof.record.ranks import folder_of_rank
 from dlprof.record.recorder import Recorder, say
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 # The first counts are written soon and later ones rarely: a kill loses little, and the file of a long job stays small.
 _FIRST_WRITE_NS = 1_000_000_000

@@ -23,7 +23,7 @@ from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt, worker_info
 from dlprof.record.log import WRITE_EVERY_NS, BudgetLog, Row
 from dlprof.record.ranks import age_of_rank, folder_of_rank
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 # Rows kept in memory while there is no file yet: enough for most validations before training.
 _MOST_ROWS = 4_096

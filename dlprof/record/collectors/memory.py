@@ -15,7 +15,7 @@ from dlprof.files import whole
 from dlprof.plain import words_of
 from dlprof.record.log import Log
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 # The counters come as a dictionary of a hundred entries, so they are read this often, even if steps are shorter.
 _READ_EVERY_NS = 250_000_000

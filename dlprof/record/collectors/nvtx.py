@@ -17,7 +17,7 @@ from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import hidden, put
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 _GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_object", "gather")
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dlprof.files import write
 from dlprof.overrides import Value
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 if TYPE_CHECKING:
     from dlprof.record.overrides.constructors import Effects
@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_NS = 1_000_000_000
 
 
-class _Part(Protocol):
-    """A module of dlprof/record/overrides."""
-
-    def install(self, asked: Mapping[str, Value], effects: Effects) -> None:
-        """Install the wrappers of its overrides."""
+# What installs the wrappers of the overrides of one kind: a function of dlprof/record/overrides.
+_Part = Callable[[Mapping[str, Value], "Effects"], None]
 
 
 class Overrides:
@@ -66,16 +63,16 @@ class Overrides:
 
     def _install(self, settings: Mapping[str, Any]) -> None:
         """Install the wrappers. This happens right after torch was imported, before the script creates anything."""
-        from dlprof.record.overrides import constructors, copies, data_parallel, loaders, models, optimizers, switches
+        from dlprof.record.overrides import constructors, models, switches
 
         parts: Mapping[str, tuple[_Part, ...]] = {
-            "loader": (loaders,),
-            "ddp": (data_parallel,),
-            "optimizer": (optimizers,),
-            "torch": (switches, models),
-            "model": (models,),
-            "gc": (switches,),
-            "copy": (copies,),
+            "loader": (constructors.install_loaders,),
+            "ddp": (constructors.install_ddp,),
+            "optimizer": (constructors.install_optimizers,),
+            "torch": (switches.install, models.install),
+            "model": (models.install,),
+            "gc": (switches.install,),
+            "copy": (switches.install_copies,),
         }
         self._values, self._before = settings["set"], settings["environment"]
         self._effects = constructors.Effects(self._values)
@@ -84,7 +81,7 @@ class Overrides:
         for part in dict.fromkeys(part for group, some in parts.items() if group in groups for part in some):
             its = (name for name in self._values if part in parts.get(name.partition(".")[0], ()))
             with self._effects.noting(*its):
-                part.install(self._values, self._effects)
+                part(self._values, self._effects)
 
     def _write(self, now_ns: int) -> None:
         assert self._recorder is not None

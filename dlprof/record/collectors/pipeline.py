@@ -21,7 +21,7 @@ from dlprof.record.device.device import Events
 from dlprof.record.hooks import put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 # Chunks are written for the first steps, and then for as many steps as keep the file below some 20 MB an hour: a line
 # takes about 110 bytes. The duration of each schedule.step(), and how much of it was work, is always written.

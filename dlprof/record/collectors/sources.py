@@ -14,7 +14,7 @@ from dlprof import redaction
 from dlprof.files import write
 from dlprof.record.calls.frames import own_files, read_source
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 _MOST_FILES = 200
 _MOST_BYTES = 8 << 20

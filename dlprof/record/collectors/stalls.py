@@ -20,7 +20,7 @@ from dlprof.record.calls.attribution import passing
 from dlprof.record.hooks import put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import PHASES, Step
+from dlprof.record.step_clock import PHASES, Step
 
 # Shorter stalls are dropped and not counted. Young generations are collected many times a second, which takes
 # microseconds each time. Longer stalls are rare, so the file stays small.

@@ -10,7 +10,7 @@ from typing import Any
 from dlprof.record.device.device import UNKNOWN, DeviceClock
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step, kind_of
+from dlprof.record.step_clock import Step, kind_of
 
 # A rank may write 50 MB an hour, and steps of a millisecond would write 900 MB. So this many steps have a line each.
 # After that, short steps share lines of this duration: 25 lines a second, or 23 MB an hour. Longer steps do not share.

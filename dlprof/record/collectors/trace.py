@@ -25,17 +25,16 @@ from dlprof import cupti
 from dlprof.files import write
 from dlprof.plain import words_of
 from dlprof.record import guarded
-from dlprof.record.agreed import Agreed
 from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test, unseen_range
 from dlprof.record.device.profiler import Kineto
-from dlprof.record.further import WARMUP, Due, Further
+from dlprof.record.further import WARMUP, Agreed, Due, Further
 from dlprof.record.hooks import Patch, hidden, put
 from dlprof.record.model.names import rows_of
 from dlprof.record.model.ranges import Ranges
 from dlprof.record.ranks import is_among
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step, kind_of
+from dlprof.record.step_clock import Step, kind_of
 
 _DEFAULT_WINDOW = "10,2,5"
 

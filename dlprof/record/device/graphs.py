@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dlprof.record import guarded
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import FORWARD, Row
+from dlprof.record.step_clock import FORWARD, Row
 
 
 class Held(NamedTuple):

@@ -27,7 +27,7 @@ from typing import Any
 
 from dlprof.plain import tell
 from dlprof.record.device.cpu import KernelCounters
-from dlprof.record.launch.process import awaits, family, running, tied
+from dlprof.record.launch.process import awaits, family, running, start, tied
 
 # A suspension that both a signal and the clock show within this time counts once.
 _TOGETHER_NS = 1_000_000_000
@@ -62,8 +62,7 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             tell(f"{command[0]}: {said}" + ("; leave out the -- to run it under Python" if is_script else ""))
             return (127 if missing else 126) << 8, resumed
         waiter = threading.Thread(target=_signal_end, args=(child.pid, threading.get_ident()), daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads are allowed here
-            waiter.start()
+        start(waiter)
         suspensions.start()
         while True:
             # Never with a timeout: in a process that was suspended for longer than that, Python returns a signal that
@@ -122,7 +121,6 @@ def _start(command: Sequence[str], env: Mapping[str, str], mask: Any, chld: Any)
 # A script may take this long to save a checkpoint before it ends.
 _PATIENCE_S = 15.0
 
-
 _MOST_NAMED = 8
 
 
@@ -138,8 +136,7 @@ class Lingering:
         if self._timer is None:
             self._timer = threading.Timer(self._patience_s, self._say)
             self._timer.daemon = True
-            with contextlib.suppress(RuntimeError):  # no more threads are allowed here
-                self._timer.start()
+            start(self._timer)
 
     def ended(self) -> None:
         """Cancel the warning."""
@@ -159,7 +156,6 @@ class Lingering:
 # Suspensions longer than the sum of both are noticed.
 _EVERY_S = 2.0
 
-
 _LATE_S = 1.5
 
 
@@ -173,8 +169,7 @@ class Suspensions:
 
     def start(self) -> None:
         """Start; if no more threads are allowed, no suspension will be noticed."""
-        with contextlib.suppress(RuntimeError):
-            self._thread.start()
+        start(self._thread)
 
     def end(self) -> list[int]:
         """Return when this process continued after each suspension, Unix ns."""
@@ -195,7 +190,6 @@ class Suspensions:
 
 _SI_KERNEL = 0x80  # <asm-generic/siginfo.h>: the kernel sent it to the whole group, as for Ctrl-C on a terminal
 
-
 PASSED_ON = {
     signal.SIGHUP,
     signal.SIGINT,
@@ -208,7 +202,6 @@ PASSED_ON = {
     *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 }
 
-
 # The program of the witness: it writes which signals reach it, and their senders.
 _WITNESS = """
 import os, signal, sys
@@ -217,15 +210,12 @@ while True:
     os.write(1, b"%d %d\\n" % (seen.si_signo, seen.si_pid))
 """
 
-
 # A signal may take this long to reach all processes that its sender named; one to this process alone waits as long.
 _TOGETHER_S = 0.1
-
 
 # `timeout` and others signal the process and then its group. The kernel makes one of two such signals of a process that
 # has not taken the first yet, as it mostly has not; this one has, and takes the second within this time.
 _AT_ONCE_S = 0.05
-
 
 # The witness may take this long to write a signal: on a busy host it waits for a core like all others.
 _WRITTEN_S = 5.0

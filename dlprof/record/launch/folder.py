@@ -1,29 +1,35 @@
 """Creates the folder of a run, and records there what runs and how it ended, for one command or all tasks of a job.
 
 The folder is all that the tasks share: no process knows all of them, and their shared disk may not support locks. Each
-writes files of its own. run.json is written twice: when a task creates the folder, and when the last task ends.
+writes files of its own. run.json is written twice: when a task creates the folder, and when the last task ends. Which
+task of which job a command is, its environment says.
+
+Ranks may record on a disk of their node, and what is there goes into the folder when the command has ended: shared
+disks are slow to make files, and a trace is written while the ranks wait for each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gzip
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlprof import redaction, run_folder
 from dlprof.errors import DlprofError, reason
-from dlprof.files import make_ours, whole, write
+from dlprof.files import BOOT, boot, longer, make_ours, whole, write
 from dlprof.marks import __version__
-from dlprof.record.launch.local import Local
-from dlprof.record.launch.tasks import Task, batch_of, element_of, filled, host_count, task_of
+from dlprof.record.launch.process import started
 from dlprof.record.ranks import words_here
 
 # The tasks of a job start together. A task that starts this long after a job has ended is of another job with the same
@@ -46,7 +52,7 @@ def opened(
     """Create the folder to record into. Return it, or None, and why it is not the requested one ("" if it is).
 
     If `requested` is None, the folder is a new one under ./runs, named after `name`, the element of an array of jobs,
-    and the time; else it may have patterns, as `tasks.filled` says. If the path has another run or is not a folder, the
+    and the time; else it may have patterns, as `filled` says. If the path has another run or is not a folder, the
     next number is taken: out, out-2, … If nothing can be written there, the folder is among the temporary files.
 
     The tasks of a job choose the same folder without communication: they see on the shared disk that the first of them
@@ -352,3 +358,212 @@ def _gzip(path: Path) -> Any:
         return gzip.open(path, "wb", compresslevel=1)
     opener: Any = igzip.open
     return opener(path, "wb")
+
+
+# -- on a disk of the node
+
+_HERE = "supervisors"  # a file for each that records here
+
+
+class Local:
+    """The folder on this node's disk that the ranks of a run record into, below a place such as $TMPDIR."""
+
+    def __init__(self, run: Path, place: str, record: Mapping[str, Any]) -> None:
+        """Make it, with the run.json that commands need that watch the job. Raises OSError, ValueError."""
+        base = os.path.expandvars(place)
+        if "$" in base:
+            raise ValueError(f"{place} is not set")
+        self.run, name = run, f"{run.name}-{zlib.crc32(os.fsencode(run)):08x}"
+        self.folder = Path(base).absolute() / name
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        make_ours(self.folder)
+        with self._alone():
+            for folder in ("ranks", _HERE):
+                (self.folder / folder).mkdir(exist_ok=True)
+            self._sign = self.folder / _HERE / str(os.getpid())
+            self._sign.touch()
+            if not (self.folder / "run.json").exists():
+                write(self.folder / "run.json", json.dumps(record))
+
+    def end(self, ranks: Iterable[Path]) -> list[str]:
+        """Put these ranks' folders and this host's into the run folder; return a line where that cannot be done."""
+        host = os.uname().nodename
+        try:
+            with self._alone():
+                for rank in ranks:
+                    _copy(rank, self.run / "ranks" / rank.relative_to(self.folder / "ranks"))
+                    shutil.rmtree(rank, ignore_errors=True)
+                _copy(run_folder.host_folder(self.folder, host), _host_of(self.run, host))
+                self._sign.unlink(missing_ok=True)
+                if not any((self.folder / _HERE).iterdir()) and not any(run_folder.in_ranks(self.folder)):
+                    shutil.rmtree(self.folder, ignore_errors=True)
+        except OSError as e:
+            why = reason(e) if e.errno else "some files cannot be copied"  # a list of them, of shutil
+            left = f"what {host} recorded could not be copied ({why}): it is still there, in {self.folder}"
+            return [f"{left}; copy its folders `ranks` and `hosts` into the run folder"]
+        return []
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep the other supervisors of this node from their folder: its disk is no network's, and has locks."""
+        with (self.folder / ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _host_of(run: Path, host: str) -> Path:
+    """Return this host's folder of a run; another one may have its name."""
+    folder = run_folder.host_folder(run, host)
+    with contextlib.suppress(OSError):
+        if (folder / BOOT).read_text().strip() != boot():
+            return folder.with_name(longer(folder.name, boot()))
+    return folder
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy what is in a folder; nothing where there is none. Raises OSError."""
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
+
+
+# -- tasks: which of which job a command is
+
+# Variables with the number of a task among those that one launcher has started.
+_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+# Variables in which torchrun names the job to its ranks; ranks that it restarts after a failure are another job.
+_ELASTIC = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+
+# Variables with the number of hosts of a job; torchrun may give a range.
+_HOSTS = ("SLURM_STEP_NUM_NODES", "PET_NNODES", "SLURM_NNODES")
+# Variables with the number of ranks, and of those on this host.
+_SIZES = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+
+# Variables with a scheduler's job, and how often the scheduler has restarted it.
+_BATCH = (
+    ("SLURM", "SLURM_HET_JOB_ID", "SLURM_RESTART_COUNT"),  # of several allocations
+    ("SLURM", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+    ("PBS", "PBS_JOBID", ""),
+    ("LSF", "LSB_JOBID", ""),
+)
+# The array that a scheduler's job is an element of, and its index there.
+_ARRAY = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+
+# What may stand in the name of a run folder, as in the file names of srun, and the variables with its value.
+_PATTERNS = {
+    "j": ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
+    "A": ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID"),
+    "a": ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "LSB_JOBINDEX"),
+    "s": ("SLURM_STEP_ID",),
+    "t": _NUMBERS,
+    "n": ("SLURM_NODEID",),
+    "x": ("SLURM_JOB_NAME", "PBS_JOBNAME", "LSB_JOBNAME"),
+}
+_PATTERN = re.compile(r"%([0-9]?)([jAastnhx%])")
+
+
+class Task(NamedTuple):
+    """One of several supervisors that record parts of one job into one folder."""
+
+    job: str
+    host: str
+    number: str | None  # among the launcher's tasks; None if the job was started host by host
+    batch: str | None  # the scheduler's job, if any
+
+    @property
+    def name(self) -> str:
+        """Its name among the tasks of its job; several hosts may have the same name."""
+        return longer(self.host, boot()) if self.number is None else f"{self.host}-{self.number}"
+
+
+def task_of(env: Mapping[str, str]) -> Task | None:
+    """Return which task of which job this is, if each starts its own supervisor (mpirun, srun, torchrun, --job).
+
+    Return None if there is only this one.
+    """
+    job = _job(env)
+    return None if job is None else Task(job, os.uname().nodename, number_of(env), batch_of(env))
+
+
+def number_of(env: Mapping[str, str]) -> str | None:
+    """Return the number that the launcher gave this task; None if it gave none."""
+    names = ("RANK", *_NUMBERS) if _of_torchrun(env) else _NUMBERS
+    return next((env[name] for name in names if env.get(name)), None)
+
+
+def batch_of(env: Mapping[str, str]) -> str | None:
+    """Return the name of the scheduler's job of a process; None if it has none. A requeued job is another one."""
+    for scheduler, name, restarts in _BATCH:
+        if env.get(name):
+            again = env.get(restarts, "0")
+            number = element_of(env) or env[name]
+            return f"{scheduler} job {number}" + (f" (restart {again})" if again not in ("", "0") else "")
+    return None
+
+
+def element_of(env: Mapping[str, str]) -> str:
+    """Return which element of a scheduler's array of jobs this is, as SLURM names it (12_3); "" if it is of none."""
+    found = [env.get(name, "") for name in _ARRAY]
+    return "_".join(found) if all(found) else ""
+
+
+def filled(path: Path, env: Mapping[str, str]) -> tuple[Path, list[str]]:
+    """Put the job's own names into a path as srun does into its file names: %j, %A, %a, %s, %t, %n, %h, %x, %%.
+
+    A digit is a width: %4t is 0007. Return the path, and the patterns of which nothing is known here; these stay.
+    """
+    missing: list[str] = []
+
+    def value(found: re.Match[str]) -> str:
+        width, letter = found.groups()
+        if letter == "%":
+            return "%"
+        host = os.uname().nodename.partition(".")[0] if letter == "h" else ""
+        text = host or next((env[name] for name in _PATTERNS.get(letter, ()) if env.get(name)), "")
+        if not text:
+            missing.append(found[0])
+            return found[0]
+        return "".join(c if c.isalnum() or c in "._-" else "_" for c in text.rjust(int(width or 0), "0"))
+
+    return Path(_PATTERN.sub(value, str(path))), missing
+
+
+def host_count(env: Mapping[str, str], command: Sequence[str]) -> int:
+    """Return the number of hosts of a job according to its launcher; 1 if that is unknown.
+
+    `command` may start a launcher itself: torchrun --nnodes 2048.
+    """
+    parts = [word.partition("=") for word in command]
+    after = [*(word for word, _, _ in parts[1:]), ""]
+    given = [value or word for (name, _, value), word in zip(parts, after, strict=False) if name == "--nnodes"]
+    named = [text.rpartition(":")[2] for text in (*(env.get(name, "") for name in _HOSTS), *given)]
+    sizes = [(env.get(every, ""), env.get(here, "")) for every, here in _SIZES]
+    counted = [int(every) // max(int(here), 1) for every, here in sizes if every.isdigit() and here.isdigit()]
+    return max([1, *(int(text) for text in named if text.isdigit()), *counted])
+
+
+def _job(env: Mapping[str, str]) -> str | None:
+    """Return the name of the job that this is a task of, given by launcher or user; None if there is one task."""
+    if env.get("DLPROF_JOB"):
+        return env["DLPROF_JOB"]
+    if _of_torchrun(env):
+        return "-".join(env[name] for name in _ELASTIC if name in env)
+    if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+        return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+    # The number of this step: SLURM_NTASKS is that of the allocation, even for one process in a script or a shell.
+    if env.get("SLURM_STEP_ID") and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        again = env.get("SLURM_RESTART_COUNT", "0")  # a requeued job has the same number
+        return f"{element_of(env) or env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}" + (
+            f"-r{again}" if again not in ("", "0") else ""
+        )
+    if env.get("PMI_SIZE", "1") != "1":
+        # MPICH and Intel MPI give the job no name: the parent of all its tasks on this host has one for it.
+        parent = os.getppid()
+        since = started(parent)
+        return None if since is None else f"{os.uname().nodename}-{parent}-{since}"
+    return None
+
+
+def _of_torchrun(env: Mapping[str, str]) -> bool:
+    """Return whether this is one of several ranks that torchrun has started."""
+    return bool(env.get("TORCHELASTIC_RUN_ID")) and env.get("WORLD_SIZE", "1") != "1"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -65,6 +67,13 @@ def started(pid: int) -> int | None:
     return None if has_ended(stat) else int(stat[19])
 
 
+def started_with(pid: int, variables: set[bytes]) -> bool:
+    """Return whether a process was started with these variables, as b"NAME=VALUE"; False where that is not known."""
+    with contextlib.suppress(OSError):  # it belongs to another user, or has ended
+        return variables <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    return False
+
+
 def awaits(pid: int, number: int) -> bool:
     """Return whether a process has work to do, or a pending signal of this number; False if that is unknown."""
     try:
@@ -98,6 +107,12 @@ def keep_memory() -> None:
         return
     mallopt(_M_TRIM_THRESHOLD, _KEPT)
     mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread, if this process is allowed any more of them."""
+    with contextlib.suppress(RuntimeError):
+        thread.start()
 
 
 def tie(number: signal.Signals, parent: int) -> None:

@@ -18,18 +18,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from dlprof import overrides, run_folder
 from dlprof.errors import DlprofError
+from dlprof.nsys import Nsys
 from dlprof.overrides import Outcome
 from dlprof.plain import tell, words_of
 from dlprof.record.device import cpu
 from dlprof.record.launch.child import deaf, run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.process import wait_or_kill
-from dlprof.record.launch.stopping import StopAfter
-from dlprof.record.launch.watching import Watch
+from dlprof.record.launch.watching import StopAfter, Watch
 from dlprof.record.ranks import local_rank, words_here
 
 # The longest wait for the samplers after the command; their measurements are on disk by then. If they started less than
@@ -37,16 +37,6 @@ from dlprof.record.ranks import local_rank, words_here
 _SAMPLERS_END_S = 1.0
 _SAMPLERS_SOONEST_S = 1.0
 _METRICS_END_S = 2.0  # the longest wait for the last metrics to be pushed
-
-
-class Launcher(Protocol):
-    """A program that the command is started with."""
-
-    def words(self, folder: Path) -> Sequence[str]:
-        """Return the words before the command's; the program writes into that folder."""
-
-    def ended(self, folder: Path) -> list[str]:
-        """Convert the files that it left, and return warnings. Raises nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +54,12 @@ def supervise(
     command: Sequence[str],
     run: RunFolder,
     env: Mapping[str, str],
-    launcher: Launcher | None = None,
+    launcher: Nsys | None = None,
     overridden: Mapping[str, Any] | None = None,
 ) -> Ended:
     """Run the command with that environment, record it into the folder, and return how it ended.
 
-    `launcher` starts it, and afterwards converts the files that it left in this host's folder. `overridden` has the
+    `launcher` runs around it, and leaves its report in this host's folder. `overridden` has the
     settings that ranks override according to `env`, by name, in a form that may be shown. A command that cannot be
     started ends with 127 (not found) or 126 (not executable), as in a shell. One that was ended because of
     DLPROF_STOP_AFTER has ended with 0.
@@ -262,9 +252,7 @@ class Metrics:
 # Ranks may take this long to end after the command, such as those of a launcher that was signalled together with them.
 _LEAVING_S = 1.0
 
-
 _MOST_NAMED = 16
-
 
 _NOT_REACHED = "(python -I, -E, -S, a cleaned environment, or no Python)"
 

@@ -1,4 +1,7 @@
-"""Notices that a job stands still, and asks `dlprof hang` why: once each time, on stderr and for the report."""
+"""Watches the steps of a running job: says why it stands still (`--hang`), ends it after so many (`--stop-after`).
+
+Also ends all processes of a job, as a trial does.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,10 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dlprof import run_folder
 from dlprof.plain import tell, words_of
-from dlprof.record.launch.stopping import StepLog, trained
+from dlprof.record.failures import LEAST_S, seconds
+from dlprof.record.launch.process import family, has_ended, running, start, started_with, stat_of
 from dlprof.record.ranks import words_here
-from dlprof.record.still import LEAST_S, seconds
 
 _LOOK_S, _SELDOM_S = 2.0, 10.0  # the second one where a job may stand still for a minute anyway
 _AT_WORK = 5  # so many times as long may ranks do what takes long, as saving and compiling do
@@ -48,8 +53,7 @@ class Watch:
         """Begin to watch; it never keeps the job from anything."""
         if self._asked != "off":
             self._thread = threading.Thread(target=self._watch, name="dlprof watch", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads are allowed here
-                self._thread.start()
+            start(self._thread)
 
     def end(self) -> None:
         """Watch no more."""
@@ -148,3 +152,163 @@ class Watch:
             f" for {one['still_s']:.0f} s: {one['why']}"
             for one in self.reports
         ]
+
+
+# -- ending a job
+
+_POLL_S = 0.2
+
+# How long the processes of a run may take to end by themselves. The step log is written every half second anyway.
+GRACE_S = 5.0
+
+# How often to look again for processes that others have started in the meantime.
+_ATTEMPTS = 20
+_PAUSE_S = 0.05
+
+
+class StopAfter:
+    """Asks a job to end as by SIGTERM once it has done what is `asked`, in the form of `options.stop_after`.
+
+    That is steps of training of rank 0, after which the trace windows must have closed too, or seconds. `stopped`: in
+    words, that it has asked; "": it has not. Where something fails, the job goes on to its own end.
+    """
+
+    def __init__(self, asked: str, run: Path) -> None:
+        self.asked = asked
+        number, _, unit = asked.partition(" ")
+        self._most, self._seconds = int(number or 0), unit == "s"
+        self._run, self._steps, self._log = run, 0, StepLog(run)
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.stopped = ""
+
+    def start(self, child: int) -> None:
+        """Watch the job of this process, which has just been started."""
+        if self._most:
+            self._thread = threading.Thread(target=self._watch, args=(child,), name="dlprof stop", daemon=True)
+            start(self._thread)
+
+    def end(self) -> None:
+        """Watch no more; on return no process is left of a job that was asked to end."""
+        self._over.set()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+
+    def _watch(self, child: int) -> None:
+        until = time.monotonic() + self._most
+        try:
+            while not self._over.wait(_POLL_S):
+                if (time.monotonic() >= until) if self._seconds else self._has_steps():
+                    if not has_ended(stat_of(child)):
+                        self.stopped = f"stopped after {self.asked}, as asked (--stop-after)"
+                        # torchrun, for one, prints a traceback.
+                        tell(f"{self.stopped}: what the job prints while it ends is no failure")
+                        end(child, self._run, os.getpid())
+                    return
+        except Exception as e:  # noqa: BLE001 - the job goes on
+            tell(f"--stop-after is off: {words_of(e)}")
+
+    def _has_steps(self) -> bool:
+        """Return whether rank 0 has made the steps, and no rank is at its trace window, or has yet to come to it.
+
+        Nor may one be ending by itself, which is known a moment after its last steps.
+        """
+        enough = self._steps >= self._most
+        rows, anew = self._log.follow()
+        self._steps = (0 if anew else self._steps) + sum(map(trained, rows))
+        if not enough or anew or self._log.path is None:
+            return False
+        life = self._log.path.parent.name.partition(".")[2]
+        ranks = (folder for folder in run_folder.in_ranks(self._run) if folder.name.partition(".")[2] == life)
+        return not any(map(_goes_on, run_folder.of_ranks(ranks, "facts.json")))
+
+
+def _goes_on(facts: Path) -> bool:
+    """Return whether a rank's trace window has not closed, or its recording has ended."""
+    try:
+        known = json.loads(facts.read_bytes())
+        return bool(known["window"]["state"] == "waiting" or known["ended"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+class StepLog:
+    """Reads the step log of a run's rank 0 while it is written."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._read = 0
+        self.path: Path | None = None  # None: there is none yet
+
+    def follow(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the rows that are new, and whether these are the first since the launcher has (re)started the job."""
+        path = max(self._run.glob("ranks/00000*/steps.jsonl"), key=lambda p: p.parent.name, default=None)
+        if path is None:
+            return [], False
+        anew = path != self.path
+        if anew:
+            self.path, self._read = path, 0
+        with path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data.rfind(b"\n") + 1
+        self._read += whole
+        rows = []
+        for line in data[:whole].splitlines():
+            with contextlib.suppress(ValueError):  # a broken line
+                rows.append(json.loads(line))
+        return [row for row in rows if isinstance(row, dict)], anew
+
+
+def trained(row: Mapping[str, Any]) -> int:
+    """Return how many steps of training a row of the step log stands for."""
+    return row.get("steps", 1) if row.get("kind") == "train" and not row.get("outstanding") else 0
+
+
+def processes_of(root: int, folder: Path, supervisor: int | None = None) -> set[int]:
+    """Return the running processes that `root` has started, directly or not, and those that record into the folder.
+
+    A process whose parent has ended is no longer a descendant, but its environment still names the folder; and its
+    supervisor, where others may record into the same folder.
+    """
+    marks = {b"DLPROF_RUN=" + os.fsencode(folder)} | ({b"DLPROF_SUPERVISOR=%d" % supervisor} if supervisor else set())
+    known = running()
+    # The process itself, its session (setsid), and processes whose environment names the folder. Only a child of ours
+    # cannot have been reaped, and its number given to another, without our doing.
+    roots = [
+        pid
+        for pid, stat in known.items()
+        if (pid == root and os.getpid() in (root, int(stat[1]))) or int(stat[3]) == root or started_with(pid, marks)
+    ]
+    return set(family(roots, known)) - {os.getpid()}
+
+
+def end(root: int, folder: Path, supervisor: int | None = None) -> None:
+    """End a run's processes: SIGTERM, and kill those that remain.
+
+    Without `supervisor`, that is `root`, which gets no SIGTERM and ends with its command. On return all have ended,
+    except for a process that even the kernel cannot end.
+    """
+    for pid in processes_of(root, folder, supervisor) - {supervisor or root}:
+        _send(pid, signal.SIGTERM)
+        _send(pid, signal.SIGCONT)  # a stopped process would not receive the SIGTERM
+    until = time.monotonic() + GRACE_S
+    while not has_ended(stat_of(root)) and time.monotonic() < until:
+        time.sleep(_PAUSE_S)
+    kill(root, folder, supervisor)
+
+
+def kill(root: int, folder: Path, supervisor: int | None = None) -> None:
+    """Kill a run's processes, including `root` unless that is this process, until none is left."""
+    for _ in range(_ATTEMPTS):
+        left = processes_of(root, folder, supervisor)
+        if not left:
+            return
+        for pid in left:
+            _send(pid, signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -27,7 +27,7 @@ from dlprof.record.calls.attribution import passing
 from dlprof.record.hooks import put
 from dlprof.record.model.names import names_of_all
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 # The most nodes that are recorded of a job, and the most backward graphs that are compiled later.
 _MOST_NODES = 100_000

@@ -24,7 +24,7 @@ from dlprof.record.hooks import hide
 from dlprof.record.model import saved, state
 from dlprof.record.model.state import Key, Storages, count_idle, models_of, state_of
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import FETCH, Step
+from dlprof.record.step_clock import FETCH, Step
 
 # If there is no step whose time is not used, the tenth training step is taken: it comes after lazy set-up and the first
 # compilations. The first two are never taken: most optimizers create their state in the first.

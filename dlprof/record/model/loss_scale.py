@@ -24,7 +24,7 @@ from dlprof.record.captured import capture_test
 from dlprof.record.hooks import hidden, put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 # This many skipped steps have a line each; later ones share a line per write.
 _MOST_LINES = 10_000

@@ -22,7 +22,7 @@ from dlprof.record.hooks import hidden, put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.ranks import find_rank
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 _MOST = 1_000_000  # losses that are written: 40 MB
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from dlprof.plain import words_of
 from dlprof.record.model.names import below, class_of, modules_of, named, names_of, names_of_all
-from dlprof.record.stepping import FETCH, Phases
+from dlprof.record.step_clock import FETCH, Phases
 
 # The number of ranges that are opened after the window's last step to measure their cost.
 _MEASURED = 100

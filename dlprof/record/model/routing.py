@@ -14,7 +14,7 @@ from dlprof.record.calls.attribution import passing
 from dlprof.record.captured import capture_test, unseen_range
 from dlprof.record.hooks import hidden, put
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 
 # Names take memory and time. Larger groups use NCCL, whose sizes are in the trace anyway.
 _MOST_RANKS = 64

@@ -12,12 +12,12 @@ from threading import local
 from typing import Any
 
 from dlprof.overrides import Value
-from dlprof.record import handlers
 from dlprof.record.calls.attribution import passed, passing
 from dlprof.record.captured import capture_test
 from dlprof.record.hooks import hidden, hide, put
 from dlprof.record.overrides.constructors import Effects
 from dlprof.record.overrides.switches import by_torch
+from dlprof.record.signals import handler_runs
 
 _AUTOCAST, _COMPILE, _FORMAT = "torch.autocast", "torch.compile", "model.memory_format"
 
@@ -30,7 +30,7 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
         return
     models = _Models(asked, effects)
     original: Any = torch.nn.Module.__call__
-    is_traced = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
+    is_traced = torch.compiler.is_dynamo_compiling
     is_captured = capture_test()  # a graph that the script keeps is as the script has it
     within_backward = getattr(torch._C, "_current_graph_task_id", lambda: -1)
     state = local()  # .inside: this thread is in the outermost model's call
@@ -182,7 +182,7 @@ class _Models:
 
     def _called(self, original: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a model; one that cannot be compiled is called as it is."""
-        before = handlers.runs()
+        before = handler_runs()
         try:
             result = original(module, *args, **kwargs)
         except BaseException as e:
@@ -201,7 +201,7 @@ class _Models:
         """Return what a model's call raises; None: it could not be compiled, and is called as it is from now on."""
         if module not in self._ours or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             return error
-        if handlers.runs() != before:  # the compiler's error is around what a signal's handler has raised
+        if handler_runs() != before:  # the compiler's error is around what a signal's handler has raised
             return getattr(error, "inner_exception", None) or error.__cause__ or error.__context__ or error
         self._ours.discard(module)
         module._compiled_call_impl = None

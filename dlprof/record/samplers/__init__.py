@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dlprof.record.samplers.amd import AmdSampler
-from dlprof.record.samplers.gpu import GpuSampler
+from dlprof.record.samplers.gpu import AmdSampler, GpuSampler
 from dlprof.record.samplers.host import HostSampler
 from dlprof.record.samplers.sampling import Sampler
 from dlprof.record.samplers.stacks import StacksSampler

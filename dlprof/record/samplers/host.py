@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dlprof.record.device import cpu
 from dlprof.record.launch.process import family, has_ended, stat_of, stats
 from dlprof.record.log import Log
-from dlprof.record.samplers.sampling import Host, Periodic, RankHere, line
+from dlprof.record.samplers.sampling import Host, RankHere, Sampler, line
 
 # The processes of a rank are looked for among all of the host's, which takes milliseconds on a large one.
 _LOOK_FOR_CHILDREN_S = 5.0
@@ -29,7 +29,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class HostSampler(Periodic):
+class HostSampler(Sampler):
     """Writes hosts/HOST/host.jsonl, and processes.jsonl of each rank here: keys as metrics of the table `samples`.
 
     What only grows (bytes, faults, switches, CPU seconds) is written as it stands: a lost line then costs nothing.
@@ -73,9 +73,6 @@ class HostSampler(Periodic):
                 self._ranks[rank].children = set(family([rank.pid], known)) - {rank.pid}
         for processes in self._ranks.values():
             processes.read()
-
-    def stop(self) -> None:
-        """Nothing is held in memory."""
 
 
 class _Processes:

@@ -14,15 +14,16 @@ import os
 import select
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dlprof import run_folder
 from dlprof.files import BOOT, boot, longer
 from dlprof.plain import tell, words_of
-from dlprof.record.launch.process import started
+from dlprof.record.launch.process import started, started_with
 from dlprof.record.log import Log
 from dlprof.record.ranks import Word, words_here
 
@@ -49,7 +50,7 @@ class RankHere:
     device: Mapping[str, Any] = field(compare=False)  # type, uuid, name ...; empty if unknown
 
 
-class Sampler(Protocol):
+class Sampler(ABC):
     """One source of measurements of a host; it lives on the only thread of the samplers' process.
 
     start and tick may raise: the sampler is then off. A child process that a sampler starts must be tied to this one
@@ -57,18 +58,22 @@ class Sampler(Protocol):
     """
 
     name: str
+    host: Host
 
     @property
     def period_s(self) -> float:
-        """The seconds to the next tick, read after each."""
+        """The seconds to the next tick, read after each: as its host's, where a sampler has none of its own."""
+        return self.host.period_s
 
     def start(self, host: Host) -> None:
         """Begin: host.folder exists. Ranks come later, host.ranks is empty as yet."""
+        self.host = host
 
+    @abstractmethod
     def tick(self) -> None:
         """Take one reading; host.ranks has just been brought up to date."""
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027 - most hold nothing in memory
         """End, and leave what is in memory on disk. The end of the user's command waits for it: be quick."""
 
 
@@ -160,7 +165,7 @@ class Host:
             else:
                 self.ranks = (*self.ranks, rank)
 
-    def loaded(self) -> Iterator[int]:
+    def loaded(self) -> list[int]:
         """Return the processes of this run here that have loaded torch, and run: ranks, launchers, workers.
 
         Costs one stat of the run's folder while no process comes. Raises OSError where none has come yet.
@@ -172,12 +177,9 @@ class Host:
                 with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                     said = json.loads(text)
                     self._loaded += [int(said["pid"])] if said.get("torch") else []
-        run = b"\0DLPROF_RUN=" + os.fsencode(self.run) + b"\0"
-        for pid in self._loaded:
-            with contextlib.suppress(OSError):
-                # The list may be of another host of this name.
-                if run in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                    yield pid
+        run = b"DLPROF_RUN=" + os.fsencode(self.run)
+        # The list may be of another host of this name.
+        return [pid for pid in self._loaded if started_with(pid, {run})]
 
     def _here(self, word: Word, facts: Any) -> RankHere | None:
         here = facts["host"] == self.name and facts.get("boot", self.boot) == self.boot
@@ -187,36 +189,18 @@ class Host:
         return RankHere(int(facts["rank"]), word.folder, facts["pid"], since, facts.get("device") or {})
 
 
-class Periodic:
-    """A sampler that reads at its host's period."""
+def claimed_name(run: Path) -> str:
+    """Return the name that the process has which samples this host for a run.
 
-    host: Host
-
-    @property
-    def period_s(self) -> float:
-        """The seconds to the next reading."""
-        return self.host.period_s
-
-    def start(self, host: Host) -> None:
-        """Remember the host."""
-        self.host = host
-
-
-def claim(run: Path) -> socket.socket | None:
-    """Make this the process that samples this host for a run, as long as the socket is open; None: another one does.
-
-    A name of the kernel's, not a lock file: it ends with the process, and network disks often know no locks. Containers
-    of other names may share it, with the host's network.
+    It is the kernel's, not a lock file: it ends with the process, and network disks often know no locks. Containers of
+    other names may share it, with the host's network.
     """
-    return _bound(_name(run))
-
-
-def _name(run: Path) -> str:
     what = os.fsencode(run.resolve()) + f"\0{os.uname().nodename}\0{boot()}".encode()
     return f"\0dlprof-{hashlib.sha256(what).hexdigest()[:32]}"
 
 
-def _bound(name: str) -> socket.socket | None:
+def claim(name: str) -> socket.socket | None:
+    """Take that name for this process, as long as the socket is open; None: another one has it."""
     claimed = socket.socket(socket.AF_UNIX)
     try:
         claimed.bind(name)
@@ -233,8 +217,8 @@ def over(end: int, seconds: float) -> bool:
 
 def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> None:
     """Drive the samplers of this host until the job is over; or wait to, while another process does."""
-    name = _name(run)  # once: processes that wait do not access the disk
-    while (claimed := _bound(name)) is None:
+    name = claimed_name(run)  # once: processes that wait do not access the disk
+    while (claimed := claim(name)) is None:
         if over(end, _CLAIM_AGAIN_S):
             return
     with claimed:

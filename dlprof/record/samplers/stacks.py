@@ -27,7 +27,7 @@ from typing import Any
 from dlprof import redaction
 from dlprof.record.calls.frames import MOST_FILE_BYTES, MOST_SOURCE, own_files
 from dlprof.record.launch.process import OF_THE_JOB, has_ended, stat_of, tied, wait_or_kill
-from dlprof.record.samplers.sampling import Host, RankHere
+from dlprof.record.samplers.sampling import Host, RankHere, Sampler
 
 # How py-spy writes a process: with its command, which may hold anything, line ends too. What follows is another
 # process, or a thread.
@@ -65,7 +65,7 @@ _MOST_STARTING = 8
 _STOP_S = 0.7
 
 
-class StacksSampler:
+class StacksSampler(Sampler):
     """Writes stacks.txt.gz of each rank here: for each burst a line of JSON after `#`, and py-spy's raw lines.
 
     The JSON holds the text of the user's lines that were seen most, so that a report can tell what they call: py-spy
@@ -91,7 +91,7 @@ class StacksSampler:
 
     def start(self, host: Host) -> None:
         """Find py-spy."""
-        self._host = host
+        super().start(host)
         self._command = find()
         if self._rate and self._command is None:
             self._rate = 0
@@ -101,24 +101,22 @@ class StacksSampler:
         """Begin and end bursts; a rank that has ended has ended its own."""
         if not self._rate or self._command is None:
             return
-        for rank in self._host.ranks:
+        for rank in self.host.ranks:
             if rank not in self._spies:
-                spy = self._starting.pop(rank.pid, None) or _Spy(self._command, self._rate, rank.pid, self._host.run)
-                spy.announce(self._host.run / "ranks" / rank.name)
+                spy = self._starting.pop(rank.pid, None) or _Spy(self._command, self._rate, rank.pid, self.host.run)
+                spy.announce(self.host.run / "ranks" / rank.name)
                 self._spies[rank] = spy
         with suppress(OSError, ValueError):
             self._look_at_starts()
         for rank, spy in tuple(self._spies.items()):
-            here = rank in self._host.ranks
+            here = rank in self.host.ranks
             if problem := spy.tick(go_on=here):
-                self._host.look()
+                self.host.look()
             # A rank that was just ending cannot be looked at, and that is no problem.
-            if problem and rank in self._host.ranks:
+            if problem and rank in self.host.ranks:
                 # What py-spy cannot do for one rank it cannot do for the others.
                 self._rate = 0
-                self._host.warn(
-                    f"stacks are not sampled: {problem} (see `dlprof doctor`); the job goes on without them"
-                )
+                self.host.warn(f"stacks are not sampled: {problem} (see `dlprof doctor`); the job goes on without them")
                 self.stop()
                 return
             if not here and not spy.running:
@@ -127,14 +125,14 @@ class StacksSampler:
     def _look_at_starts(self) -> None:
         """Begin to look at processes that have loaded torch and are no rank, and end it where they have gone."""
         # Neither workers of a rank, which are looked at with it, nor what has started the ranks.
-        known = {rank.pid for rank in self._host.ranks}
-        started_by = {pid: _parent(pid) for pid in {*self._host.loaded(), *known}}
+        known = {rank.pid for rank in self.host.ranks}
+        started_by = {pid: _parent(pid) for pid in {*self.host.loaded(), *known}}
         launchers = {started_by[rank] for rank in known}
         loaded = {pid for pid, by in started_by.items() if pid not in known | launchers and by not in known}
         for pid in self._starting.keys() - loaded:
             self._starting.pop(pid).drop()
         for pid in sorted(loaded - self._starting.keys(), reverse=True)[: _MOST_STARTING - len(self._starting)]:
-            self._starting[pid] = _Spy(self._command or "", self._rate, pid, self._host.run)
+            self._starting[pid] = _Spy(self._command or "", self._rate, pid, self.host.run)
         for spy in self._starting.values():
             spy.tick(go_on=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.compute.device_kinds import kinds_of_work
+from dlprof.analysis.compute.kernels import kinds_of_work
 from dlprof.result.figures import DeviceWork
 from tests.fixtures import runs, traces
 from tests.fixtures.places import TRACES

@@ -86,9 +86,9 @@ for n in range(60):
     ("how", "dropped"),
     [
         ("plain", {"(Maker)": (75, 60), "(Judge)": (75, 15)}),
-        ("fixed", {}),
-        ("detached", {"(Judge)": (75, 15)}),
-        ("zeros", {}),  # set to zero they are not seen to be thrown away
+        pytest.param("fixed", {}, marks=pytest.mark.slow),
+        pytest.param("detached", {"(Judge)": (75, 15)}, marks=pytest.mark.slow),
+        pytest.param("zeros", {}, marks=pytest.mark.slow),  # set to zero they are not seen to be thrown away
     ],
 )
 def test_gradients_that_are_thrown_away_are_counted(

@@ -191,10 +191,11 @@ REAL = sorted(
     for glob in ("h200/g0[12]*", "h200/g10*", "gpu_async/*", "r*", "d*_*")
     for path in TRACES.glob(glob)
 )
+SMALL = ("gpu_async/mi300_resnet.json.gz", "h200/g01_gpt_fp32", "resnet_rtx2080ti")  # makers and years; all are slow
 
 
 @pytest.mark.skipif(not REAL, reason="the reference traces are not here (../shared/traces)")
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SMALL)) for name in REAL])
 def test_hardly_any_kernel_of_a_real_job_is_of_no_kind(name: str) -> None:
     work = pd.DataFrame(RankData(open_run(TRACES / name).ranks[0]).table("spans"))
     work = work[host.is_kind(work, "kernel")]
@@ -203,6 +204,7 @@ def test_hardly_any_kernel_of_a_real_job_is_of_no_kind(name: str) -> None:
     assert work["dur_ns"][other].sum() < 0.05 * work["dur_ns"].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL, reason="the reference traces are not here (../shared/traces)")
 def test_on_a_real_trace_names_agree_with_what_the_operators_were_given() -> None:
     """An MI300X that trains ResNet in bfloat16: products and convolutions, and the operators that multiply nothing."""

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.machine.clocks import clocks
-from dlprof.analysis.machine.gpu_logs import gpu_logs, gpu_uses
-from dlprof.analysis.machine.log_clocks import _clock
-from dlprof.analysis.machine.samples import MOST_POINTS, sample_means, sample_series
+from dlprof.analysis.machine.gpus import clocks, gpu_logs, gpu_uses
+from dlprof.analysis.machine.samples import MOST_POINTS, _clock, sample_means, sample_series
 from dlprof.commands.report import analyse
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces

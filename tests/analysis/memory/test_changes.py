@@ -12,9 +12,8 @@ import pytest
 
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.memory.changes import (
-    Forward,
+    batch_memory,
     batch_need,
-    batch_room,
     even,
     forward_of,
     gain_at,
@@ -23,11 +22,10 @@ from dlprof.analysis.memory.changes import (
     memory_what_if,
     most_times,
 )
-from dlprof.analysis.memory.composition import memory_composition
-from dlprof.analysis.memory.footprint import checkpointed, footprint
-from dlprof.analysis.memory.snapshot import units
-from dlprof.analysis.modules.sums import OUTSIDE
+from dlprof.analysis.memory.footprint import checkpointed, footprint, units
+from dlprof.analysis.memory.memory import memory_composition
 from dlprof.analysis.modules.tree import module_means
+from dlprof.analysis.modules.work import OUTSIDE
 from dlprof.read.run import open_run
 from tests.fixtures import allocator, holding, runs
 from tests.fixtures.holding import row
@@ -122,8 +120,8 @@ def test_without_a_steady_step_memory_is_told_and_time_is_not(tmp_path: Path) ->
 def test_checkpoints_take_the_forward_passes_of_the_modules_that_they_are_around() -> None:
     rows = [("", 100.0, True), ("encoder.*", 60.0, True), ("decoder.*", 20.0, True), (OUTSIDE, 0.0, True)]
     tree = pd.DataFrame(rows, columns=["path", "forward_ns", "on_device"]).assign(total_ns=400.0)
-    assert forward_of(tree, ["encoder.*"]) == Forward(0.15, 0.6, on_device=True)
-    assert forward_of(tree, ["encoder.*", "decoder.*"]) == Forward(0.2, 0.8, on_device=True)
+    assert forward_of(tree, ["encoder.*"]) == (0.15, 0.6, True)
+    assert forward_of(tree, ["encoder.*", "decoder.*"]) == (0.2, 0.8, True)
     assert forward_of(tree, ["encoder.*", "other.*"]) is None
     assert forward_of(tree.assign(forward_ns=0.0), ["encoder.*"]) is None
     assert forward_of(None, ["encoder.*"]) is None
@@ -156,7 +154,7 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_leaves(
 
 
 def room(path: Path) -> pd.DataFrame:
-    return runs.measured(path, batch_room).frame(batch_room)
+    return runs.measured(path, batch_memory).frame(batch_memory)
 
 
 def test_what_was_counted_grows_by_part(tmp_path: Path) -> None:
@@ -210,14 +208,11 @@ for _ in range(12):
 
 
 def recording(folder: Path, *options: str, **script: object) -> Path:
-    """Record the script with a change, and return its run; without a trace unless options ask for one."""
-    folder.mkdir(parents=True)
-    file = folder / "train.py"
-    file.write_text(SCRIPT)
+    """Record the script with a change, and return its run."""
+    (folder / "train.py").write_text(SCRIPT)
     words = [f"{name}={value!r}" for name, value in script.items()]
-    told = options or ("--no-trace",)
-    command = [sys.executable, "-P", "-m", "dlprof", "wrap", "--quiet", *told, "-o", str(folder / "run"), "--"]
-    subprocess.run([*command, sys.executable, str(file), *words], check=True, capture_output=True)
+    command = [sys.executable, "-P", "-m", "dlprof", "wrap", "--quiet", *options, "-o", str(folder / "run"), "--"]
+    subprocess.run([*command, sys.executable, str(folder / "train.py"), *words], check=True, capture_output=True)
     return folder / "run"
 
 
@@ -230,14 +225,14 @@ def counted(path: Path) -> float:
 @pytest.fixture(scope="module")
 def as_it_is(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a recording of the script without any change."""
-    return recording(tmp_path_factory.mktemp("as_it_is") / "now", batch=2)
+    return recording(tmp_path_factory.mktemp("as_it_is"), "--window", "4,1,3", batch=2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_recording_of_the_changed_script_counts_what_was_predicted(as_it_is: Path, tmp_path: Path) -> None:
     frame = of(as_it_is)
     less = frame["now_bytes"]["autocast", ""] - frame["then_bytes"]["autocast", ""]
-    changed = recording(tmp_path / "then", batch=2, autocast=True)
+    changed = recording(tmp_path, "--no-trace", batch=2, autocast=True)
     assert counted(as_it_is) - less == pytest.approx(counted(changed), rel=0.05)
 
 
@@ -248,16 +243,15 @@ def test_with_checkpoints_a_recording_counts_the_inputs_that_were_predicted(as_i
         held, {str(part): float(n) for part, n in held.groupby("part", observed=True)["bytes"].sum().items()}
     )
     then = checkpointed(now, units(held)).moments["forward"]["activation"]
-    counts = of_rank(recording(tmp_path / "then", batch=2, checkpoints=True))
+    counts = of_rank(recording(tmp_path, "--no-trace", batch=2, checkpoints=True))
     assert then == pytest.approx(float(counts.loc[counts["part"] == "activation", "bytes"].sum()), rel=0.05)
     assert then < now.moments["forward"]["activation"] / 3
 
 
 @pytest.mark.long
-def test_a_recording_tells_the_time_that_checkpoints_add(tmp_path: Path) -> None:
+def test_a_recording_shows_the_time_that_checkpoints_add(as_it_is: Path) -> None:
     # How near that comes to the slowdown of the changed script: python -m benchmarks.memory --checkpoints.
-    path = recording(tmp_path / "run", "--window", "4,1,3", batch=2)
-    measured = runs.measured(path, memory_what_if, module_means)
+    measured = runs.measured(as_it_is, memory_what_if, module_means)
     row = measured.frame(memory_what_if).set_index("change").loc["checkpoint"]
     assert (row["value"], row["bound"], row["why"]) == ("layers.*", "", "")
     tree = measured.frame(module_means).set_index("path")

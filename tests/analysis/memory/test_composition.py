@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.memory.composition import MOST_ROWS, held_by_module, held_names, memory_composition
-from dlprof.analysis.memory.holdings import OF_NONE, OUTSIDE, memory_footprint, modules
+from dlprof.analysis.memory.changes import OF_NONE, OUTSIDE, memory_footprint, modules
+from dlprof.analysis.memory.memory import MOST_MODULE_ROWS, held_by_module, held_names, memory_composition
 from dlprof.errors import NotMeasured
 from tests.fixtures import allocator, holding, runs
 from tests.fixtures.holding import MOMENTS, row
@@ -127,9 +127,9 @@ def test_layers_fold_by_all_that_is_in_them_and_not_by_what_holds_something(tmp_
 
 
 def test_of_very_many_modules_the_small_ones_are_one_row(tmp_path: Path) -> None:
-    rows = [row("parameter", f"layer.{n}", 10_000 - n) for n in range(MOST_ROWS + 50)]
+    rows = [row("parameter", f"layer.{n}", 10_000 - n) for n in range(MOST_MODULE_ROWS + 50)]
     frame = runs.measured(holding.recorded(tmp_path, rows), held_by_module).frame(held_by_module)
-    assert len(frame) == MOST_ROWS + 1
+    assert len(frame) == MOST_MODULE_ROWS + 1
     assert frame["module"].iloc[-1] == "…"
     assert frame["bytes"].sum() == sum(r["bytes"] for r in rows)
 

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.memory import footprint as fp
-from dlprof.analysis.memory.footprint import Footprint
-from dlprof.analysis.memory.snapshot import (
+from dlprof.analysis.memory.footprint import (
+    Footprint,
     at_places,
     corners,
     largest_unit,
@@ -265,7 +265,20 @@ CHANGES: dict[tuple[str, str], tuple[Change, Script, str]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "what"), CHANGES)
+# What shows one thing more than another case.
+MORE = (
+    ("transformer", "half the batch"),
+    ("transformer", "16 bits"),
+    ("unfused", "autocast"),
+    ("tied", "autocast"),
+    ("tied", "checkpoints"),
+    ("pictures", "half the batch"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [pytest.param(*key, marks=[pytest.mark.slow] * (key in MORE)) for key in CHANGES]
+)
 def test_the_changed_script_holds_what_was_predicted(name: str, what: str) -> None:
     change, script, moment = CHANGES[name, what]
     then = change(now(name))

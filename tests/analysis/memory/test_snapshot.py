@@ -13,11 +13,9 @@ import pytest
 
 from dlprof.analysis.memory import snapshot
 from dlprof.analysis.memory.failures import ERROR, KERNEL, KILLED, cures, memory_failures, named
-from dlprof.analysis.memory.memory import gaps, memory_state
-from dlprof.analysis.memory.rules import fragmentation, out_of_memory
-from dlprof.analysis.memory.snapshot import BEFORE, OTHERS, shortened
+from dlprof.analysis.memory.rules import out_of_memory
+from dlprof.analysis.memory.snapshot import BEFORE, OTHERS, gaps, memory_state, shortened
 from dlprof.errors import NotMeasured
-from dlprof.result import Outcome, Setting
 from tests.fixtures import allocator, dumps, runs, traces
 from tests.fixtures.allocator import GB, GPU
 from tests.fixtures.asking import ask
@@ -216,62 +214,6 @@ def test_a_real_snapshot_ends_with_what_its_segments_say() -> None:
     (row,) = run.frame(memory_state).to_dict("records")
     assert (row["allocated_bytes"], row["reserved_bytes"]) == (423_759_360, 786_432_000)
     assert 0 < row["split_bytes"] < row["free_bytes"] == 786_432_000 - 423_759_360
-
-
-# -- the rules: out of memory, full of tensors or in pieces
-
-
-def asked(rule: Any, path: Path, made: Allocator) -> Outcome:
-    return ask(rule, write(path / "rank3.pickle", made.snapshot()))
-
-
-def test_a_request_that_nothing_was_left_for_is_a_failure(tmp_path: Path) -> None:
-    found = asked(out_of_memory.RULE, tmp_path, dumps.ran_out(pieces=False))
-    assert (found.state, found.scope, found.ranks, found.saving_ns) == ("found", "failure", (3,), 0.0)
-    assert found.evidence is not None
-    assert [row[:1] + row[2:] for row in found.evidence.rows] == [
-        (FORWARD, 18 * MB, 0.5, 1),
-        (OPTIMIZER, 18 * MB, 0.5, 1),
-    ]
-    assert [c.numerics for c in found.changes] == [True, False, False]
-
-
-def test_enough_in_pieces_is_a_failure_that_expandable_segments_remove(tmp_path: Path) -> None:
-    found = asked(fragmentation.RULE, tmp_path, dumps.ran_out(pieces=True))
-    assert (found.state, found.scope, found.ranks, found.saving_ns) == ("found", "failure", (3,), 0.0)
-    assert found.changes[0].settings == (Setting("PYTORCH_CUDA_ALLOC_CONF", None, "expandable_segments:True"),)
-    assert not found.changes[0].numerics
-    assert found.evidence is not None
-    oom = next(row for row in found.evidence.rows if row[2] == "failed request")
-    assert oom[3:] == (20 * MB, 40 * MB, 20 * MB, 20 * MB, 10 * MB, 15 * MB)
-    assert "were free, the largest block 10" in found.summary
-    # Of segments that grow the largest block is not known; where they do already, that is not advised.
-    held = growing().snapshot()
-    held["allocator_settings"] |= {"expandable_segments": True}
-    found = ask(fragmentation.RULE, write(tmp_path / "s", held))
-    assert (found.state, "largest block" in found.summary) == ("found", False)
-    assert not any(change.settings for change in found.changes)
-
-
-@pytest.mark.parametrize(
-    ("rule", "made", "words"),
-    [
-        (out_of_memory.RULE, dumps.ran_out(pieces=True), "fragmentation"),
-        (out_of_memory.RULE, dumps.training(), ""),
-        (fragmentation.RULE, dumps.ran_out(pieces=False), "largest free block"),
-        (fragmentation.RULE, dumps.training(), "75 % of the 41.9 MB reserved on rank 3 is fragmented"),
-    ],
-    ids=["in pieces", "healthy", "full", "enough"],
-)  # fmt: skip
-def test_a_snapshot_is_left_alone_where_memory_is(rule: Any, made: Allocator, words: str, tmp_path: Path) -> None:
-    answer = asked(rule, tmp_path, made)
-    assert (answer.state, words in answer.summary) == ("clear", True), answer.summary
-
-
-@pytest.mark.parametrize("rule", [out_of_memory.RULE, fragmentation.RULE])
-def test_without_a_snapshot_rules_abstain(rule: Any, tmp_path: Path) -> None:
-    assert "_dump_snapshot" in ask(rule, runs.foreign(tmp_path / "gpu", traces.training())).why
-    assert ask(rule, runs.cpu_run(tmp_path, 5_000_000, 5_000_000)).state == "does_not_apply"
 
 
 # -- how a rank ran out of memory

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 from dlprof.analysis.engine import RankData
-from dlprof.analysis.modules.exchanges import bucket_shares
-from dlprof.analysis.modules.frames import module_frames
-from dlprof.analysis.modules.rows import module_rows
+from dlprof.analysis.modules.frames import bucket_shares, module_frames, module_rows
 from dlprof.analysis.modules.work import module_work
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import timing
@@ -195,8 +193,12 @@ DDPS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", DDPS)
+SHORTER = ("checkpointed", "unused, accumulating")  # of the others each shows one thing more
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind in SHORTER else pytest.mark.slow) for kind in DDPS]
+)
 def test_what_ddp_reduces_and_what_runs_in_its_backward_pass_are_for_their_modules(tmp_path: Path, kind: str) -> None:
     script = dedent(HEAD).replace("net = Net()\n", "") + DDPS[kind] + dedent(TWIN)
     held = json.loads(of_two_ranks(tmp_path, script, "9,1,4").splitlines()[-1])

@@ -13,9 +13,9 @@ from dlprof.analysis.modules.frames import (
     PARTS,
     forward_rows,
     module_frames,
+    module_rows,
 )
-from dlprof.analysis.modules.rows import module_rows
-from dlprof.analysis.modules.sums import MOST_MODULES, sums, table
+from dlprof.analysis.modules.work import MOST_MODULES, sums, table
 from dlprof.analysis.timeline.host import is_on_device
 from dlprof.errors import NotMeasured
 from tests.fixtures import layers, runs, traces

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlprof.analysis.engine import Maybe
-from dlprof.analysis.modules.sums import GRAPH, OUTSIDE
 from dlprof.analysis.modules.tree import (
     GRAPHS,
     IDLE,
@@ -21,6 +20,7 @@ from dlprof.analysis.modules.tree import (
     module_means,
     module_tree,
 )
+from dlprof.analysis.modules.work import GRAPH, OUTSIDE
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.errors import NotMeasured
 
@@ -210,7 +210,7 @@ rows = st.tuples(names | st.just(OUTSIDE), st.sampled_from(["A", "B"]), st.sampl
 jobs = st.lists(st.lists(rows, min_size=1, max_size=20), min_size=1, max_size=3)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(jobs)
 def test_roots_and_what_is_outside_are_all_and_rows_are_what_is_in_them(job: list[list[Row]]) -> None:
     ranks = [work(*rows) for rows in job]

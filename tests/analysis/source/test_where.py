@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from dlprof.analysis.chains.written_out import norms
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.idioms import BY_NAME
-from dlprof.analysis.modules.sums import OUTSIDE
+from dlprof.analysis.modules.work import OUTSIDE
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.source.insertions import call_of
 from dlprof.analysis.source.line_shares import busiest, call_sites, line_shares, over_ranks

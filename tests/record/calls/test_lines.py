@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from dlprof.record import hooks
 from dlprof.record.calls import frames
 from dlprof.record.calls.frames import MOST_FILE_BYTES, Frames, own_files
 from dlprof.record.calls.seen import LOOKS, PLACES, Calls
-from dlprof.record.hooks import watch
+from dlprof.record.failures import memory_failure
+from dlprof.record.hooks import watch_calls
 from dlprof.record.loaders import LoaderSeen
-from dlprof.record.raised import memory_failure
 from tests.fixtures.jobs import facts, record, tiny
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
@@ -319,7 +320,9 @@ def test_the_lines_of_a_training_loop_and_of_what_wraps_a_model(tmp_path: Path) 
 
 def test_what_is_made_while_dynamo_reads_the_script_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, traced = Calls(), [False]
-    watch(calls, lambda: traced[0], monkeypatch.setattr, lambda wrapper: wrapper)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: traced[0])
+    monkeypatch.setattr(hooks, "put", monkeypatch.setattr)
+    watch_calls(calls)
 
     def seen() -> int:
         torch.amp.GradScaler("cpu", enabled=False)
@@ -359,7 +362,7 @@ def test_the_error_that_ends_a_process_is_known_at_its_exit(tmp_path: Path) -> N
     script = tmp_path / "train.py"
     script.write_text(
         "import atexit\n"
-        "from dlprof.record.raised import memory_failure\n"
+        "from dlprof.record.failures import memory_failure\n"
         "atexit.register(lambda: print(memory_failure()['site']))\n"
         "def forward():\n    return bytearray(1 << 55)\n"
         "forward()\n"

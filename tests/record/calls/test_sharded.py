@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from dlprof.analysis.engine import RankData
-from dlprof.analysis.modules.frames import module_frames
-from dlprof.analysis.modules.rows import module_rows
+from dlprof.analysis.modules.frames import module_frames, module_rows
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import timing
 from dlprof.read.run import open_run

@@ -144,12 +144,12 @@ def test_a_part_that_this_torch_has_not_costs_its_overrides_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from dlprof.record import hooks
-    from dlprof.record.overrides import loaders
+    from dlprof.record.overrides import constructors
 
     def broken(*_: object) -> None:
         raise AttributeError("another torch")
 
-    monkeypatch.setattr(loaders, "install", broken)
+    monkeypatch.setattr(constructors, "install_loaders", broken)
     monkeypatch.setenv(
         "DLPROF_SET", json.dumps({"set": {"loader.num_workers": 1, "gc.freeze": True}, "environment": {}})
     )

@@ -9,7 +9,7 @@ import pytest
 
 from dlprof.record.collectors.steps import Steps
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 from dlprof.schema import STEPS
 from tests.fixtures.jobs import rows
 

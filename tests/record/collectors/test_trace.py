@@ -17,7 +17,7 @@ from dlprof.read.kineto.torch_trace import read as read_trace
 from dlprof.record.collectors.trace import Trace
 from dlprof.record.further import ASK
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import Step
+from dlprof.record.step_clock import Step
 from tests.fixtures.devices import Devices, Model, Parameter
 from tests.fixtures.in_process import in_c, run_recorded
 from tests.fixtures.jobs import facts, launch, record, rows, tiny, wrapped

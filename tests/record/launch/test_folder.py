@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from dlprof.read.run import open_run
 from dlprof.record.launch.folder import RunFolder, TakenError, opened
 from dlprof.record.launch.supervisor import Ended, supervise
 from dlprof.run_folder import in_hosts
-from tests.fixtures.jobs import DLPROF, environment, launch, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, environment, launch, rows, spawned, until, wrapped
 
 
 def supervised(command: list[str], folder: Path, env: Mapping[str, str]) -> Ended:
@@ -365,3 +366,95 @@ def test_tasks_of_two_jobs_that_start_together_are_kept_apart_and_together(tmp_p
     assert {len([1 for _, name, _ in had if name == folder]) for folder in ("run-2", "run-3")} == {6}
     assert len({(job, name) for job, name, _ in had}) == 2
     assert sorted(name for _, name, made in had if made == "True") == ["run-2", "run-3"]
+
+
+TRAINS = """
+import time
+import torch
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for n in range(100_000):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    if n == 20:
+        open("ready", "w").close()
+    time.sleep(0.002)
+"""
+
+
+def test_what_is_recorded_on_a_disk_of_the_node_is_put_into_the_run_folder(tmp_path: Path) -> None:
+    disk, run = tmp_path / "disk", tmp_path / "run"
+    (tmp_path / "trains.py").write_text(COMPILES_NOTHING + TRAINS)
+    words = [sys.executable, str(tmp_path / "trains.py")]
+    options = ("--window", "25,1,3", "--sample", "0.1", "--stacks", "off", "--flops", "off")
+    command = wrapped(run, words, "--local", "$DISK/jobs", *options)
+    with spawned(command, env=environment(DISK=str(disk)), cwd=tmp_path) as job:
+        assert until(lambda: (tmp_path / "ready").exists())
+        (local,) = (disk / "jobs").iterdir()
+        there = local / "ranks/00000/steps.jsonl"
+        assert until(lambda: len(rows(there.parent)) > 30)
+        assert not (run / "ranks/00000").exists()
+        assert stat.S_IMODE(local.stat().st_mode) == 0o700
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == -signal.SIGTERM
+    assert not [*(disk / "jobs").iterdir()]
+    about = json.loads((run / "run.json").read_text())
+    assert (about["exit"]["signal"], about["warnings"]) == (signal.SIGTERM, [])
+    assert len(rows(run / "ranks/00000")) >= 30
+    (host,) = (run / "hosts").iterdir()
+    assert {"boot", "host.jsonl", "hello.jsonl"} <= {path.name for path in host.iterdir()}
+    assert (run / "ranks/00000/trace.json.gz").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [("$NOWHERE_AT_ALL/x", "$NOWHERE_AT_ALL/x is not set"), ("/dev/null/x", "Not a directory"), ("FOREIGN", "own")],
+)
+def test_where_a_node_has_no_such_disk_its_ranks_record_into_the_run_folder(
+    place: str, why: str, tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "run", ["true"], {}, {})
+    if place == "FOREIGN":  # somebody else may write there
+        assert run.record_at(str(tmp_path)) == ""
+        run.records.chmod(0o777)
+        run.local, place = None, str(tmp_path)
+    said = run.record_at(place)
+    assert said.startswith(f"--local {place}: ")
+    assert why in said
+    assert (run.local, run.records) == (None, run.path)
+
+
+def test_what_cannot_be_copied_stays_and_is_named(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", ["true"], {}, {})
+    assert run.record_at(str(tmp_path / "disk")) == ""
+    rank = run.records / "ranks/00000"
+    rank.mkdir()
+    (rank / "steps.jsonl").write_text("{}")
+    (run.path / "ranks/00000").write_text("in the way")
+    assert run.local is not None
+    (said,) = run.local.end([rank])
+    assert said.startswith(f"what {os.uname().nodename} recorded could not be copied (")
+    assert f"in {run.records};" in said
+    assert (rank / "steps.jsonl").read_text() == "{}"
+    (run.path / "ranks/00000").unlink()
+    # Another one still records there.
+    other = run.records / "supervisors/1"
+    other.touch()
+    assert run.local.end([rank]) == []
+    assert (run.path / "ranks/00000/steps.jsonl").read_text() == "{}"
+    assert run.records.exists()
+    other.unlink()
+    assert run.local.end([]) == []
+    assert not run.records.exists()
+
+
+def test_hosts_of_one_name_keep_apart(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", ["true"], {}, {})
+    assert run.record_at(str(tmp_path / "disk")) == ""
+    assert run.local is not None
+    here, there = (folder / "hosts" / os.uname().nodename for folder in (run.records, run.path))
+    for folder, whose in ((here, "ours"), (there, "theirs")):
+        folder.mkdir(parents=True)
+        (folder / "boot").write_text(whose)
+    assert run.local.end([]) == []
+    assert sorted((folder / "boot").read_text() for folder in (run.path / "hosts").iterdir()) == ["ours", "theirs"]

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ from tests.fixtures.jobs import children, environment, in_its_own_group, only_ch
 
 # Says when it is ready, then waits to be signalled, and tells how often it was.
 WAITS = """
-import signal, sys, time
+import os, signal, sys, time
 seen = []
 for name in sys.argv[1:]:
     signal.signal(getattr(signal, name), lambda number, frame: seen.append(signal.Signals(number).name))
 print("ready", flush=True)
 deadline = time.monotonic() + 30
-while not seen and time.monotonic() < deadline:
+while len(seen) < int(os.environ.get("SIGNALS", 1)) and time.monotonic() < deadline:
     time.sleep(0.02)
 time.sleep(0.3)
 print(",".join(seen), flush=True)
@@ -38,29 +37,42 @@ sys.exit(9)
 """
 
 
-def ready(command: Sequence[str], **more: Any) -> subprocess.Popen[str]:
-    """Start a command, and wait until it says that it is ready."""
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True, **more)
+def ready(command: Sequence[str], signals: int = 1, **more: Any) -> subprocess.Popen[str]:
+    """Start a command that waits for so many signals, and wait until it says that it is ready."""
+    process = subprocess.Popen(
+        command, env=environment(SIGNALS=str(signals)), stdout=subprocess.PIPE, text=True, **more
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-def signalled(command: Sequence[str], number: int) -> tuple[int, str]:
-    """Start a command, send its process a signal when it says ready, and give its status and the rest of its output."""
-    # Whoever runs the tests may ignore it, as nohup does, and what is ignored is inherited.
-    process = ready(command, preexec_fn=partial(signal.signal, number, signal.SIG_DFL))
-    process.send_signal(number)
-    rest = process.communicate(timeout=30)[0]
-    return process.returncode, rest
+def started(command: Sequence[str], names: Sequence[str]) -> subprocess.Popen[str]:
+    """Start a command; whoever runs the tests may ignore these signals, as nohup does, and that would be inherited."""
+
+    def heed() -> None:
+        for name in names:
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+
+    return ready(command, len(names), preexec_fn=heed)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
-def test_a_signal_sent_to_dlprof_reaches_the_command_once(name: str, tmp_path: Path) -> None:
-    number = getattr(signal, name)
-    command = [sys.executable, "-c", WAITS]
-    assert signalled(wrapped(tmp_path / "a", [*command, name]), number) == (9, f"{name}\n")
-    assert signalled(wrapped(tmp_path / "b", command), number)[0] == -number
+def test_signals_sent_to_dlprof_reach_the_command_once_each(tmp_path: Path) -> None:
+    names = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
+    process = started(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, *names]), names)
+    for name in names:
+        process.send_signal(getattr(signal, name))
+        time.sleep(0.01)
+    said = process.communicate(timeout=30)[0]
+    assert (sorted(said.strip().split(",")), process.returncode) == (sorted(names), 9)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_that_ends_the_command_ends_dlprof_alike(name: str, tmp_path: Path) -> None:
+    process = started(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS]), [name])
+    process.send_signal(getattr(signal, name))
+    process.communicate(timeout=30)
+    assert process.returncode == -getattr(signal, name)
 
 
 @pytest.mark.parametrize(("key", "name"), [(b"\x03", "SIGINT"), (b"\x1c", "SIGQUIT")])
@@ -98,23 +110,24 @@ def test_stopping_and_continuing_dlprof_stops_and_continues_the_command(tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGQUIT"])
-def test_a_signal_to_all_processes_of_a_job_ends_none_of_the_recorders(name: str, tmp_path: Path) -> None:
-    """As `scancel --signal` sends it."""
-    process = ready(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, name]))
+def test_signals_to_all_processes_of_a_job_end_none_of_the_recorders(tmp_path: Path) -> None:
+    """As `scancel --signal` sends them."""
+    names = ["SIGUSR1", "SIGUSR2", "SIGQUIT"]
+    process = ready(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, *names]), len(names))
     recorders = family([process.pid], running())
     assert len(recorders) > 2  # the samplers are there, beside the command
-    for pid in recorders:
-        with suppress(ProcessLookupError):  # a witness of the supervisor's may have gone
-            os.kill(pid, getattr(signal, name))
-    assert process.communicate(timeout=30)[0].startswith(name)
+    for name in names:
+        for pid in recorders:
+            with suppress(ProcessLookupError):  # a witness of the supervisor's may have gone
+                os.kill(pid, getattr(signal, name))
+    assert {*process.communicate(timeout=30)[0].strip().split(",")} == {*names}
     assert process.returncode == 9
     (only,) = json.loads((tmp_path / "run/run.json").read_text())["warnings"]
     assert "never imported torch" in only
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("alone", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_job_that_a_scheduler_suspends_goes_on_when_it_is_resumed(alone: bool, tmp_path: Path) -> None:
     process = in_its_own_group(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGUSR1"]))
     job = [process.pid] if alone else [*children(process.pid), process.pid]
@@ -151,13 +164,12 @@ while True:
 """
 
 
-@pytest.mark.parametrize("name", ["INT", "TERM"])
-def test_a_signal_to_the_process_and_then_to_its_group_reaches_the_command_once(name: str, tmp_path: Path) -> None:
+def test_a_signal_to_the_process_and_then_to_its_group_reaches_the_command_once(tmp_path: Path) -> None:
     if shutil.which("timeout") is None:
         pytest.skip("timeout, of GNU coreutils, is not here")
-    command = wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, f"SIG{name}"], "--quiet")
-    process = ready(["timeout", "-s", name, "6", *command], preexec_fn=os.setpgrp)
-    assert process.communicate(timeout=30)[0] == f"SIG{name}\n"
+    command = wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGTERM"], "--quiet")
+    process = ready(["timeout", "-s", "TERM", "6", *command], preexec_fn=os.setpgrp)
+    assert process.communicate(timeout=30)[0] == "SIGTERM\n"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the rest of the job needs a core as well")

@@ -17,7 +17,7 @@ from dlprof.analysis.modules.frames import module_frames
 from dlprof.analysis.modules.work import module_work
 from dlprof.read.run import open_run
 from dlprof.record.model.ranges import Ranges
-from dlprof.record.stepping import FETCH, Phases
+from dlprof.record.step_clock import FETCH, Phases
 from tests.fixtures.in_process import run_plainly, run_recorded
 from tests.fixtures.jobs import TORCHRUN, facts, launch, record, tiny, wrapped
 from tests.fixtures.runs import measured

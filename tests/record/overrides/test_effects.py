@@ -57,9 +57,9 @@ class Derived(Base):
 
 @pytest.fixture
 def kind(monkeypatch: pytest.MonkeyPatch) -> Kind:
-    kind, making = Kind(), list[int]()
+    kind = Kind()
     for one in (Base, Derived):
-        monkeypatch.setattr(one, "__init__", watched(kind, making, one.__init__))
+        monkeypatch.setattr(one, "__init__", watched(kind, one.__init__))
     return kind
 
 

@@ -15,7 +15,7 @@ torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info  # noqa: E402
 
-from dlprof.record.overrides.loaders import install  # noqa: E402
+from dlprof.record.overrides.constructors import install_loaders  # noqa: E402
 
 DATA: Any = TensorDataset(torch.arange(12))
 WORKERS = {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "timeout": 9}
@@ -56,7 +56,7 @@ MADE: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize(("settings", "made", "expected", "noted"), MADE.values(), ids=MADE)
 def test_loaders_are_made_as_asked_for(settings: str, made: Any, expected: Any, noted: Any) -> None:
-    with overriding(install, *(f"loader.{setting}" for setting in settings.split())) as effects:
+    with overriding(install_loaders, *(f"loader.{setting}" for setting in settings.split())) as effects:
         loaders = [DataLoader(DATA, batch_size=5, **given) for given in made]
         assert list(map(seen, loaders)) == expected
         assert {name: done(effects, f"loader.{name}") for name in noted} == noted
@@ -75,7 +75,7 @@ class Loader(DataLoader[Any]):
 
 
 def test_a_loader_of_the_scripts_own_class_can_still_be_pickled() -> None:
-    with overriding(install, "loader.num_workers=2") as effects:
+    with overriding(install_loaders, "loader.num_workers=2") as effects:
         loader = pickle.loads(pickle.dumps(Loader(DATA, extra=7)))
         assert (loader.extra, loader.num_workers) == (7, 2)
         assert "__init__" not in vars(loader)
@@ -123,7 +123,7 @@ class Wrapper(IterableDataset[Any]):
 def test_an_iterable_data_set_that_would_give_its_samples_twice_keeps_its_workers(
     data: Any, before: int, asked: int, after: int
 ) -> None:
-    with overriding(install, f"loader.num_workers={asked}") as effects:
+    with overriding(install_loaders, f"loader.num_workers={asked}") as effects:
         loader = DataLoader(data, batch_size=4, num_workers=before)
         assert loader.num_workers == after
         applied, _, error = done(effects, "loader.num_workers")
@@ -146,7 +146,7 @@ class Unpicklable(Dataset[Any]):
 
 
 def test_workers_that_do_not_start_leave_the_loader_as_the_script_has_it() -> None:
-    with overriding(install, "loader.num_workers=2", "loader.multiprocessing_context=spawn") as effects:
+    with overriding(install_loaders, "loader.num_workers=2", "loader.multiprocessing_context=spawn") as effects:
         loader = DataLoader(Unpicklable(), batch_size=4)
         assert loader.num_workers == 2
         assert numbers(loader) == list(range(12))
@@ -169,12 +169,12 @@ class Nested(Dataset[Any]):
 
 
 def test_workers_and_daemonic_processes_start_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    with overriding(install, "loader.num_workers=1"):
+    with overriding(install_loaders, "loader.num_workers=1"):
         batches: Any = DataLoader(Nested(), batch_size=4)
         ((inner, total),) = batches
         assert (inner.tolist(), total.tolist()) == ([0] * 4, [66] * 4)
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {"daemon": True})
-    with overriding(install, "loader.num_workers=2") as effects:
+    with overriding(install_loaders, "loader.num_workers=2") as effects:
         assert DataLoader(DATA).num_workers == 0
         assert "daemonic" in str(done(effects, "loader.num_workers")[2])
 
@@ -192,12 +192,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 @pytest.mark.parametrize(("make", "error", "match"), MISTAKES.values(), ids=MISTAKES)
 def test_wrong_arguments_are_the_scripts_own_error(make: Any, error: type[Exception], match: str) -> None:
     setting = "loader.pin_memory=False" if error is Exception else "loader.num_workers=2"
-    with overriding(install, setting), pytest.raises(error, match=match):
+    with overriding(install_loaders, setting), pytest.raises(error, match=match):
         make()
 
 
 def test_torchdatas_loader_is_changed_too() -> None:
-    with overriding(install, "loader.num_workers=2") as effects:
+    with overriding(install_loaders, "loader.num_workers=2") as effects:
         # Its class is made while loaders are wrapped, as in a script that imports it.
         stateful = pytest.importorskip("torchdata.stateful_dataloader.stateful_dataloader")
         kind: Any = stateful.StatefulDataLoader

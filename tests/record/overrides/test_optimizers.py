@@ -14,7 +14,7 @@ from tests.fixtures.overriding import done, left, overriding, sets
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
-from dlprof.record.overrides.optimizers import install  # noqa: E402
+from dlprof.record.overrides.constructors import install_optimizers  # noqa: E402
 
 FUSED, FOREACH = "optimizer.fused", "optimizer.foreach"
 
@@ -47,7 +47,7 @@ class Own(torch.optim.SGD):  # type: ignore[misc]
 def test_an_optimizer_is_fused_and_computes_the_same(kind: Any, before: bool | None) -> None:
     kind = getattr(torch.optim, kind) if isinstance(kind, str) else kind
     _, expected = trained(lambda p: kind(p, lr=0.1))
-    with overriding(install, "optimizer.fused=True") as effects:
+    with overriding(install_optimizers, "optimizer.fused=True") as effects:
         optimizer, got = trained(lambda p: kind(p, lr=0.1, fused=before))
         assert optimizer.param_groups[0]["fused"] is True
         assert done(effects, FUSED) == (1, [before], None)
@@ -56,10 +56,10 @@ def test_an_optimizer_is_fused_and_computes_the_same(kind: Any, before: bool | N
 
 
 def test_fused_and_foreach_exclude_each_other() -> None:
-    with overriding(install, "optimizer.fused=True"):
+    with overriding(install_optimizers, "optimizer.fused=True"):
         group = torch.optim.Adam(model().parameters(), foreach=True).param_groups[0]
         assert (group["fused"], group["foreach"]) == (True, None)
-    with overriding(install, "optimizer.foreach=True") as effects:
+    with overriding(install_optimizers, "optimizer.foreach=True") as effects:
         group = torch.optim.Adam(model().parameters(), fused=True).param_groups[0]
         assert (group["fused"], group["foreach"]) == (None, True)
         assert done(effects, FOREACH) == (1, [None], None)
@@ -67,7 +67,7 @@ def test_fused_and_foreach_exclude_each_other() -> None:
 
 def test_groups_of_parameters_are_all_changed_and_stay_the_scripts_own() -> None:
     of = model()
-    with overriding(install, "optimizer.fused=True"):
+    with overriding(install_optimizers, "optimizer.fused=True"):
         groups = [{"params": of[0].parameters(), "lr": 0.5}, {"params": of[1].parameters()}]
         optimizer = torch.optim.SGD(iter(groups), lr=0.1)
         assert [(g["fused"], g["lr"]) for g in optimizer.param_groups] == [(True, 0.5), (True, 0.1)]
@@ -77,7 +77,7 @@ def test_groups_of_parameters_are_all_changed_and_stay_the_scripts_own() -> None
 def test_one_that_refuses_is_made_as_the_script_says() -> None:
     """A differentiable optimizer cannot be fused; torch raises after it has written into the groups."""
     of = model()
-    with overriding(install, "optimizer.fused=True") as effects:
+    with overriding(install_optimizers, "optimizer.fused=True") as effects:
         optimizer = torch.optim.Adam([{"params": of.parameters()}], differentiable=True)
         assert optimizer.param_groups[0]["fused"] is None
         assert len(optimizer.param_groups[0]["params"]) == 4
@@ -119,7 +119,7 @@ class Sparse(torch.nn.Module):  # type: ignore[misc]
 )
 def test_what_cannot_be_stepped_fused_is_stepped_as_ever(of: Any, make: Any, why: str) -> None:
     _, expected = trained(make, of())
-    with overriding(install, "optimizer.fused=True") as effects:
+    with overriding(install_optimizers, "optimizer.fused=True") as effects:
         optimizer, got = trained(make, of())
         assert optimizer.param_groups[0]["fused"] is None
         assert not hasattr(optimizer, "_step_supports_amp_scaling")
@@ -130,7 +130,7 @@ def test_what_cannot_be_stepped_fused_is_stepped_as_ever(of: Any, make: Any, why
 
 
 def test_an_optimizer_that_takes_no_such_setting_is_named() -> None:
-    with overriding(install, "optimizer.fused=True") as effects:
+    with overriding(install_optimizers, "optimizer.fused=True") as effects:
         optimizer = torch.optim.LBFGS(model().parameters())
         assert done(effects, FUSED) == (0, [], None)  # until it steps
         optimizer.step(lambda: torch.tensor(0.0))

@@ -11,7 +11,7 @@ import pytest
 
 from dlprof.overrides import Value
 from dlprof.record import hooks
-from dlprof.record.overrides import copies, switches
+from dlprof.record.overrides import switches
 from dlprof.record.overrides.constructors import Effects
 from tests.fixtures.overriding import done, overriding
 
@@ -160,7 +160,7 @@ def test_only_copies_to_a_device_do_not_wait(
     method: str, args: Any, kwargs: Any, with_args: Any, with_kwargs: Any, before: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = copied(monkeypatch)
-    with overriding(copies.install, f"{COPY}=True") as effects:
+    with overriding(switches.install_copies, f"{COPY}=True") as effects:
         getattr(HOST, method)(*args, **kwargs)
         assert calls == [(with_args, with_kwargs)]
         assert done(effects, COPY) == ((0, [], None) if before is None else (1, [before], None))
@@ -169,7 +169,7 @@ def test_only_copies_to_a_device_do_not_wait(
 def test_what_did_not_wait_waits_and_a_copy_from_a_device_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may read what was copied at once."""
     calls = copied(monkeypatch)
-    with overriding(copies.install, f"{COPY}=off") as effects:
+    with overriding(switches.install_copies, f"{COPY}=off") as effects:
         HOST.to("meta", non_blocking=True)
         THERE.to("cpu", non_blocking=True)
         assert calls == [(("meta",), OFF), (("cpu",), ON)]
@@ -177,7 +177,7 @@ def test_what_did_not_wait_waits_and_a_copy_from_a_device_stays(monkeypatch: pyt
 
 
 def test_a_real_copy_and_a_wrong_one() -> None:
-    with overriding(copies.install, f"{COPY}=True") as effects:
+    with overriding(switches.install_copies, f"{COPY}=True") as effects:
         assert HOST.to("meta").device.type == "meta"
         assert HOST.to(torch.float16).dtype == torch.float16
         with pytest.raises(RuntimeError):

@@ -17,7 +17,7 @@ from dlprof.files import boot
 from dlprof.read.run import open_run
 from dlprof.record.log import Log
 from dlprof.record.samplers.host import HostSampler, _Processes, _waited
-from dlprof.record.samplers.sampling import Host, claim
+from dlprof.record.samplers.sampling import Host, claim, claimed_name
 from tests.fixtures import jobs
 from tests.fixtures.jobs import until
 from tests.fixtures.sampling import leave_word
@@ -140,19 +140,20 @@ def test_an_old_job_is_read_less_often_unless_the_user_sets_a_period(
 
 
 def test_one_process_samples_a_host_and_the_next_takes_over(run: Path) -> None:
-    held, other = claim(run), claim(run / "ranks")
+    name = claimed_name(run)
+    held, other = claim(name), claim(claimed_name(run / "ranks"))
     assert held is not None
     assert other is not None
-    assert claim(run) is None
+    assert claim(name) is None
     other.close()
     beside = Beside(run)
     assert until(lambda: jobs.state(beside.process.pid) == "S")
     assert not beside.folder.exists()
     held.close()
     assert beside.sees()
-    assert claim(run) is None
+    assert claim(name) is None
     beside.end()
-    freed = claim(run)
+    freed = claim(name)
     assert freed is not None
     freed.close()
 

@@ -39,10 +39,10 @@ from dlprof.analysis.communication.exchange_plans import (
     new_bucket,
     transfer_noise,
 )
+from dlprof.analysis.communication.experts import routed
 from dlprof.analysis.communication.wrappers import replication
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule
-from dlprof.analysis.experts.tokens import routed
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import own_time

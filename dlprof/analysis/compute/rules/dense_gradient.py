@@ -20,8 +20,8 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.modules.sums import OUTSIDE
 from dlprof.analysis.modules.tree import module_means
+from dlprof.analysis.modules.work import OUTSIDE
 from dlprof.analysis.panel import table
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DoesNotApply

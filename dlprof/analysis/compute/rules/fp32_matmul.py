@@ -33,7 +33,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.cpu_work import UNITS, cpu_float32, is_product, times_of
+from dlprof.analysis.compute.cpu_work import TIMES, UNITS, cpu_float32, is_product
 from dlprof.analysis.compute.operators import operators, tensor_cores
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.products import TENSOR_SHARE, autocast, own_functions, reached, tf32
@@ -120,7 +120,7 @@ def explain(
     mine = operators[operators["rank"] == rank].replace("", np.nan)
     if on_cpu:
         unit = took.loc[took["rank"] == rank, "unit"].iloc[0]
-        name, times = f"this CPU, with {UNITS[unit]},", times_of(unit)
+        name, times = f"this CPU, with {UNITS[unit]},", TIMES[unit]
         mine = mine[[is_product(operator) for operator in mine["operator"]]].assign(float32_ns=mine["ns"])
     else:
         times = peaks[half] / peaks[kind]

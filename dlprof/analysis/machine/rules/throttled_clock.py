@@ -26,7 +26,7 @@ import pandas as pd
 from dlprof.analysis.compute.operators import tensor_cores
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.machine.clocks import clocks, held_down
+from dlprof.analysis.machine.gpus import clocks, held_down
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import breakdown, part, part_noise
 from dlprof.analysis.step.savings import own_time, saving

@@ -29,14 +29,14 @@ from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.memory.changes import (
     HOST,
-    batch_room,
+    batch_memory,
     even,
     gain_at,
     larger_batch_steps,
     memory_changes,
     most_times,
 )
-from dlprof.analysis.memory.composition import memory_composition
+from dlprof.analysis.memory.memory import memory_composition
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import breakdown, part_noise
 from dlprof.analysis.timeline.steps import mean_step_ns
@@ -60,7 +60,7 @@ _COLUMNS |= {"step_ns": "time for the same samples_ns", "speed": "samples a seco
 def check(
     memory_changes: Frame = needs(memory_changes),
     memory_composition: Frame = needs(memory_composition),
-    batch_room: Frame = needs(batch_room),
+    batch_memory: Frame = needs(batch_memory),
     larger_batch_steps: Maybe[Frame] = maybe(larger_batch_steps),
     larger_batches: Maybe[Frame] = maybe(larger_batches),
     breakdown: Maybe[Frame] = maybe(breakdown),
@@ -71,7 +71,7 @@ def check(
     kept, most = activations(memory_composition)
     if not most:
         return nothing(f"activations are {percent(kept)} of the peak memory, and not its largest part")
-    fits = most_times(batch_room)
+    fits = most_times(batch_memory)
     if fits >= _ROOM:
         return nothing(f"a batch {digits(fits)} times as large fits without changes: see memory_headroom")
     replayed, batch = larger_batches.get(), settings.training_loader(job).get("batch_size")

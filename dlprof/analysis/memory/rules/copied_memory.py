@@ -29,8 +29,8 @@ _NOTABLE = 0.01
 
 def check(copied_memory: Frame = needs(copied_memory)) -> Estimate:
     frame = copied_memory
-    room = frame["left_bytes"] + frame["copied_bytes"]
-    notable = frame[(frame["grows"] == 1) & (frame["copied_bytes"] >= _NOTABLE * room)]
+    free_before = frame["left_bytes"] + frame["copied_bytes"]
+    notable = frame[(frame["grows"] == 1) & (frame["copied_bytes"] >= _NOTABLE * free_before)]
     if not len(notable):
         most = size(float(frame["copied_bytes"].max()))
         return Estimate(scope="risk", summary=f"the workers have copied {most} of shared memory", clear=True)

@@ -20,8 +20,7 @@ from __future__ import annotations
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.memory import memory_state
-from dlprof.analysis.memory.snapshot import NO_SNAPSHOT
+from dlprof.analysis.memory.snapshot import NO_SNAPSHOT, memory_state
 from dlprof.analysis.panel import table
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import percent, size

@@ -26,12 +26,21 @@ from dlprof.analysis import settings
 from dlprof.analysis.compute.kernels import TIMES, larger_batches
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.changes import HIGH, HOST, batch_need, batch_room, even, gain_at, larger_batch_steps, up_to
+from dlprof.analysis.memory.changes import (
+    HIGH,
+    HOST,
+    batch_memory,
+    batch_need,
+    even,
+    gain_at,
+    larger_batch_steps,
+    up_to,
+)
 from dlprof.analysis.memory.memory import memory_use
 from dlprof.analysis.panel import table
 from dlprof.analysis.settings import EXPANDABLE
 from dlprof.analysis.step.breakdown import breakdown, part_noise
-from dlprof.analysis.throughput.rates import throughput
+from dlprof.analysis.step.throughput import throughput
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result.figures import Throughput
@@ -51,7 +60,7 @@ _HELD |= {"total_bytes": "GPU memory_bytes", "reserved": "reserved_share"}
 
 def check(
     memory_use: Frame = needs(memory_use),
-    batch_room: Frame = needs(batch_room),
+    batch_memory: Frame = needs(batch_memory),
     larger_batch_steps: Maybe[Frame] = maybe(larger_batch_steps),
     larger_batches: Maybe[Frame] = maybe(larger_batches),
     breakdown: Maybe[Frame] = maybe(breakdown),
@@ -61,7 +70,7 @@ def check(
     if not len(gpus):
         raise NotMeasured("how much memory the GPU has was not recorded (record with `dlprof wrap`)")
     gpus = gpus.assign(reserved=gpus["peak_reserved_bytes"] / gpus["total_bytes"])
-    used = batch_need(batch_room, 1)
+    used = batch_need(batch_memory, 1)
     if used > HIGH or gpus["reserved"].max() > CRITICAL:
         full = dict.fromkeys(gpus.loc[gpus["reserved"] > HIGH, "rank"].tolist(), 1.0)
         return Estimate(scope="risk", by_rank_ns=full, seen=gpus)
@@ -71,7 +80,7 @@ def check(
     times = even(fills, settings.training_loader(job).get("batch_size"))
     if times <= 1:
         return nothing("the GPU works for nine tenths of the step, or nearly: a larger batch would save little")
-    if (need := batch_need(batch_room, times)) > HIGH:
+    if (need := batch_need(batch_memory, times)) > HIGH:
         return nothing(f"a batch that fills the GPU, {_times(times)} as large, needs {percent(need)} of its memory")
     gain = gain_at(larger_batch_steps.get(), times)
     return Estimate(
@@ -85,7 +94,7 @@ def check(
 
 def explain(
     estimate: Estimate,
-    batch_room: Frame = needs(batch_room),
+    batch_memory: Frame = needs(batch_memory),
     larger_batch_steps: Maybe[Frame] = maybe(larger_batch_steps),
     larger_batches: Maybe[Frame] = maybe(larger_batches),
     mean_step_ns: Maybe[float] = maybe(mean_step_ns),
@@ -93,7 +102,7 @@ def explain(
     job: Job = needs(JOB),
 ) -> Explanation:
     if estimate.scope == "risk":
-        return _nearly_full(estimate.seen, batch_need(batch_room, 1), job)
+        return _nearly_full(estimate.seen, batch_need(batch_memory, 1), job)
     times, step, samples = estimate.seen, mean_step_ns.get(), throughput.or_none()
     batch = settings.training_loader(job, estimate.worst).get("batch_size")
     text, larger = f"a batch {_times(times)} as large", dict[str, Any]()
@@ -102,14 +111,14 @@ def explain(
     elif samples is not None and (now := samples.samples_per_step):
         text += f" ({times * now:,.0f} samples a step, now {now:,.0f})"
     text += f", with the learning rate to match: as many samples as now take {duration(step - estimate.saving_ns)}"
-    counted = "counted by part" if (batch_room["counted"] == 1).all() else "read from the allocator"
+    counted = "counted by part" if (batch_memory["counted"] == 1).all() else "read from the allocator"
     return Explanation(
         title="A larger batch would fit, and fill the GPU",
         summary=f"For {percent(larger_batches.get()['wait_share'].max())} of the {duration(step)} step the GPU waits."
-        f" With a batch {_times(times)} as large, which needs {percent(batch_need(batch_room, times))} of its memory,"
+        f" With a batch {_times(times)} as large, which needs {percent(batch_need(batch_memory, times))} of its memory,"
         " it works for nine tenths of the step and limits it: a still larger batch would save little.",
         changes=(change(text, numerics=True, training=True, **larger),),
-        evidence=table("With larger batches", up_to(larger_batch_steps.get(), batch_room, step, times), _LARGER),
+        evidence=table("With larger batches", up_to(larger_batch_steps.get(), batch_memory, step, times), _LARGER),
         sure="Predicted by replaying the traced steps. Assumes that kernels, copies, waits for data and the script's"
         f" own Python grow with the batch, and the host's calls and exchanges do not. Memory was {counted}. Whether the"
         " model trains as well is not known.",

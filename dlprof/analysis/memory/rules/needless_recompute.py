@@ -28,8 +28,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.host.gaps import SAVES_FROM
 from dlprof.analysis.memory.changes import HIGH
 from dlprof.analysis.memory.memory import memory_use
-from dlprof.analysis.modules.frames import BACKWARD, FORWARD, PARTS, RECOMPUTE, Frames, module_frames
-from dlprof.analysis.modules.rows import module_rows
+from dlprof.analysis.modules.frames import BACKWARD, FORWARD, PARTS, RECOMPUTE, Frames, module_frames, module_rows
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import device_work
 from dlprof.analysis.timeline.paths import folded, parent

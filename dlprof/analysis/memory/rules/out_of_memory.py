@@ -19,16 +19,13 @@ from __future__ import annotations
 from math import isnan
 from typing import Any
 
-from msgspec.structs import replace
-
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.memory.changes import memory_what_if
-from dlprof.analysis.memory.composition import memory_composition
-from dlprof.analysis.memory.failures import ERROR, KERNEL, KILLED, SNAPSHOT, Cure, cures, memory_failures
-from dlprof.analysis.memory.memory import memory_state, memory_use
-from dlprof.analysis.memory.snapshot import NO_SNAPSHOT, memory_holders
+from dlprof.analysis.memory.failures import ERROR, KERNEL, KILLED, SNAPSHOT, cures, memory_failures
+from dlprof.analysis.memory.memory import memory_composition, memory_use
+from dlprof.analysis.memory.snapshot import NO_SNAPSHOT, memory_holders, memory_state
 from dlprof.analysis.panel import table
 from dlprof.analysis.panels.compute import LINES
 from dlprof.errors import DoesNotApply, NotMeasured
@@ -130,9 +127,9 @@ def _message(row: dict[Any, Any]) -> str:
     return f"{request}{at} failed{step}{again}{held}{reserved}{left}"
 
 
-def _changes(known: list[Cure], top: str | None, batch: object) -> tuple[Change, ...]:
+def _changes(known: list[Change], top: str | None, batch: object) -> tuple[Change, ...]:
     if known:
-        return tuple(replace(change(one.text, numerics=one.numerics), peak_bytes=one.peak_bytes) for one in known)
+        return tuple(known)
     return (
         change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
         change(f"allocate less in `{top}`: `torch.utils.checkpoint` there, or a lower precision")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.communication.collectives import NO_SIZES
+from dlprof.analysis.communication.experts import Balance, destinations, dispatches, expert_balance
+from dlprof.analysis.communication.rules import expert_imbalance
 from dlprof.analysis.engine import by_rank
 from dlprof.analysis.estimate import Rule
-from dlprof.analysis.experts.rules import expert_imbalance
-from dlprof.analysis.experts.tokens import Balance, destinations, dispatches, expert_balance
 from dlprof.analysis.stragglers.rules import straggler
 from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures import runs

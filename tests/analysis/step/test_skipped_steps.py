@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.estimate import Rule
-from dlprof.analysis.precision.rules import skipped_steps
-from dlprof.analysis.precision.scalers import scale_changes, scalers
+from dlprof.analysis.step.rules import skipped_steps
+from dlprof.analysis.step.scalers import scale_changes, scalers
 from dlprof.errors import DoesNotApply
 from tests.fixtures import runs
 from tests.fixtures.ruled import Case, check, clear, found, inapplicable, jobs, table, unmeasured

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.record.still import ASK, STILL, Still, seconds
+from dlprof.record.failures import ASK, STILL, Still, seconds
 
 S = 1_000_000_000
 
@@ -27,7 +27,7 @@ def test_it_is_written_when_due_or_asked_for_and_goes_with_the_next_step(
 ) -> None:
     monkeypatch.setenv("DLPROF_HANG", "100")
     now = 1000 * S
-    monkeypatch.setattr("dlprof.record.still.perf_counter_ns", lambda: now)
+    monkeypatch.setattr("dlprof.record.failures.perf_counter_ns", lambda: now)
     clock: Any = SimpleNamespace(row=SimpleNamespace(start_ns=now, number=7), owner=get_ident())
     still = Still(clock, lambda ns: ns)
     now += 50 * S

@@ -1,4 +1,4 @@
-"""Makes the script's signal handlers wait while the main thread is in our code.
+"""The signals of a rank: the script's handlers wait while our code runs, and SIGTERM brings the recording to the disk.
 
 Python calls a handler between two instructions of whatever the main thread is at. In a hook of ours, what the handler
 raises would be taken for our own failure, or leave the hook half done; in a callback of the garbage collector Python
@@ -7,25 +7,39 @@ the signal is set again, and Python calls again a few instructions later; else t
 calls, which slow our code down, a thread checks instead; it sends the signal again when the main thread has left our
 code. This is done where handlers reach the C module `_signal`, which shows them as they were: `signal.signal` and
 `signal.getsignal` stay Python's own.
+
+After SIGTERM the process ends about as fast as without dlprof. Python runs a handler in the main thread, after it
+returns from C: a rank that is blocked in a collective may never return. So a thread also hears of the signal, through
+the descriptor that Python's C handler writes to (`signal.set_wakeup_fd`). If the handler does not start in time, the
+thread writes the files and ends the process. The same thread writes the steps that a hung rank still has in memory.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import _thread
 import contextlib
 import ctypes
+import functools
 import operator
 import os
+import resource
+import select
 import signal
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from time import perf_counter_ns, sleep
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlprof.record.calls.attribution import is_wrapper, passed
+from dlprof.record.log import Descriptor, moved
+
+if TYPE_CHECKING:
+    from dlprof.record.recorder import Recorder
 
 # If our code takes longer, as in a system call that hangs, Ctrl-C must get through.
 _WAITS_NS = 1_000_000_000
@@ -51,7 +65,7 @@ _nothing = operator.is_  # takes two arguments, and has no frame either
 _runs = 0  # of handlers so far
 
 
-def runs() -> int:
+def handler_runs() -> int:
     """Return how many handlers of the script's have been called so far: one of them may have raised what comes by."""
     return _runs
 
@@ -174,3 +188,151 @@ def watch(put: Callable[..., object], at_uninstall: Callable[[Callable[[], objec
         wrapper.__name__ = wrapper.__qualname__ = original.__name__
         wrapper.__doc__ = original.__doc__
         put(module, original.__name__, wrapper)
+
+
+# -- SIGTERM
+
+# How long the main thread may take to start the handler. It gets longer while a trace is open: only the main thread can
+# close it, and a step may spend that long in C.
+_BEGINS_S, _BEGINS_TRACED_S = 0.25, 1.0
+
+# How long the thread may take to write the files: a hung device could block it as well.
+_LEAVES_S = 2.0
+
+_PATIENCE_NS = 5_000_000_000  # that a second signal waits for what the first has begun to write
+
+_SAVES_EVERY_S = 0.5
+
+# Our descriptors lie this far below the limit. The kernel hands out the lowest free number, so a script that closes
+# descriptors it did not open, as daemons do, does not get these numbers for its own files.
+_BELOW_LIMIT, _HIGHEST = 16, 1 << 10
+
+
+class _Default(int):
+    """A handler that `signal.getsignal` and `signal.signal` show as SIG_DFL, which a script sees without dlprof.
+
+    They look handlers up by value, and this is an int with SIG_DFL's value. The C module below accepts any callable.
+    """
+
+    handle: Callable[[int, FrameType | None], None]
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.handle(number, frame)
+
+
+class Ending:
+    """Ends a recording with its process."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._handler = _Default(signal.SIG_DFL)
+        self._handler.handle = self._terminated
+        self._begun = threading.Event()
+        self._due = 0  # the signal that came while the files were being written
+        self._pipe: tuple[Descriptor, Descriptor] | None = None
+
+    def start(self) -> None:
+        """Install the handler, unless the script has one, and start the thread. Call it on the training thread."""
+        with contextlib.suppress(OSError, ValueError):  # not the main thread: a SIGTERM ends the process at once
+            if _signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                _signal.signal(signal.SIGTERM, self._handler)
+                if _signal.getsignal(signal.SIGTERM) is self._handler:
+                    self._listen()
+        # Not a threading.Thread: a script that joins all threads in threading.enumerate() would wait forever.
+        with contextlib.suppress(RuntimeError):  # no thread more is allowed here
+            _thread.start_new_thread(self._look_after, ())
+
+    def finished(self) -> None:
+        """End the process if a signal came while the files were being written."""
+        if self._due:
+            _die(self._due)
+
+    def undo(self) -> None:
+        """Give the process its handler and descriptor back: in a forked child, or after the recording has ended."""
+        try:
+            if _signal.getsignal(signal.SIGTERM) is self._handler:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._pipe is None:
+                return
+            # Otherwise the parent would hear of the child's signals.
+            theirs = signal.set_wakeup_fd(-1)
+            if theirs not in (-1, self._pipe[1].fd):
+                signal.set_wakeup_fd(theirs)
+        except ValueError:
+            return  # not on the main thread, which alone may: both stay
+        for end in self._pipe:
+            end.close()
+        self._pipe = None
+
+    def _listen(self) -> None:
+        """Have Python's C handler write to our pipe, unless the script already set a descriptor."""
+        reads, writes = (Descriptor(_high(fd)) for fd in os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+        theirs = signal.set_wakeup_fd(writes.fd, warn_on_full_buffer=False)
+        if theirs == -1:
+            self._pipe = reads, writes
+            return
+        signal.set_wakeup_fd(theirs)
+        reads.close()
+        writes.close()
+
+    def _terminated(self, number: int, _: FrameType | None) -> None:
+        self._begun.set()
+        # A scheduler signals the whole job, and so does the launcher that it signalled: files first.
+        thread, since = self._recorder.stopping
+        if thread == get_ident() and perf_counter_ns() - since < _PATIENCE_NS:
+            self._due = number
+            return
+        if not self._waited():
+            self._recorder.stop(f"signal {number}")
+        _die(number)
+
+    def _look_after(self) -> None:
+        poll, listening = select.poll(), self._pipe
+        if listening is not None:
+            poll.register(listening[0].fd, select.POLLIN)
+        while not self._recorder.has_stopped.is_set():
+            if not poll.poll(_SAVES_EVERY_S * 1000) or listening is None:
+                with contextlib.suppress(Exception):  # tried again; the training thread reports what is wrong
+                    self._recorder.save()
+            elif not listening[0].is_ours:
+                poll.unregister(listening[0].fd)  # the script closed it: the number now belongs to another file
+                listening = None
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    if signal.SIGTERM in os.read(listening[0].fd, 4096):
+                        self._see_to_the_end()
+
+    def _see_to_the_end(self) -> None:
+        """If the handler is still ours and does not start, write the files and end the process."""
+        if _signal.getsignal(signal.SIGTERM) is not self._handler:
+            return
+        if self._begun.wait(_BEGINS_TRACED_S if self._recorder.clock.ranges else _BEGINS_S):
+            return
+        if not self._waited():
+            ended = f"signal {int(signal.SIGTERM)}"
+            leave = functools.partial(self._recorder.stop, ended, at_once=True)
+            leaving = threading.Thread(target=leave, daemon=True)
+            with contextlib.suppress(RuntimeError):
+                leaving.start()
+                leaving.join(_LEAVES_S)
+        _die(signal.SIGTERM)
+
+    def _waited(self) -> bool:
+        """If another thread is writing the files, as at the end of the script, wait for it; return whether one was."""
+        thread, since = self._recorder.stopping
+        left = _PATIENCE_NS - (perf_counter_ns() - since)
+        if thread and left > 0:
+            self._recorder.has_stopped.wait(left / 1e9)
+        return bool(thread)
+
+
+def _high(fd: int) -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = min(limit, _HIGHEST) if limit != resource.RLIM_INFINITY else _HIGHEST
+    return moved(fd, max(limit - _BELOW_LIMIT, 3))
+
+
+def _die(number: int) -> None:
+    # Through libc: Python allows only the main thread to change a handler.
+    ctypes.CDLL(None).signal(int(number), None)
+    os.kill(os.getpid(), number)

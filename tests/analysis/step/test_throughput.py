@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.engine import Maybe
-from dlprof.analysis.throughput.rates import (
+from dlprof.analysis.step.throughput import (
     MOST_TRANSFERS,
     described,
     energy,

@@ -24,7 +24,7 @@ import pandas as pd
 from dlprof.analysis.engine import Frame, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
-from dlprof.analysis.precision.scalers import ON_DEVICE, scalers
+from dlprof.analysis.step.scalers import ON_DEVICE, scalers
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES, Change

@@ -21,9 +21,9 @@ last change what the model learns.
 
 from __future__ import annotations
 
+from dlprof.analysis.communication.experts import Balance, expert_balance
 from dlprof.analysis.engine import by_rank, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.experts.tokens import Balance, expert_balance
 from dlprof.analysis.panels.communication import tokens_of
 from dlprof.units import duration
 

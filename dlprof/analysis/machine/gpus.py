@@ -1,4 +1,4 @@
-"""How fast the GPUs' multiprocessors were clocked while training, and what held them down."""
+"""GPUs by their readings: what held their clocks down while training, and what logs of other tools say on the whole."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.engine import Frame, Maybe, across_ranks, maybe, needs, per_rank
-from dlprof.analysis.machine.log_clocks import OPTIONS, placed_samples
-from dlprof.analysis.machine.samples import ENOUGH, steady_span
+from dlprof.analysis.machine.samples import ENOUGH, OPTIONS, Clock, log_clocks, placed_samples, run_span, steady_span
 from dlprof.errors import NotMeasured
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h), and of nvidia-smi's clocks_event_reasons.active. What slows
@@ -22,7 +21,7 @@ REASONS = {
     "power_cap": 0x04,
     "set": 0x02,  # ApplicationsClocksSetting: nvidia-smi -ac or -lgc
 }
-_IDLE = 0x01
+_IDLE_BIT = 0x01
 
 # A reason in a smaller share of the readings than this is chance.
 OFTEN = 0.1
@@ -57,7 +56,7 @@ def clocks(
         read = mine.pivot_table(index="at_ns", columns="metric", values="value", observed=True)
         read = read.reindex(columns=list(_METRICS)).dropna(subset="sm_clock_mhz")
         bits = read["clock_reasons_bits"].fillna(0).astype(np.int64)
-        read, bits = read[bits & _IDLE == 0], bits[bits & _IDLE == 0]
+        read, bits = read[bits & _IDLE_BIT == 0], bits[bits & _IDLE_BIT == 0]
         if len(read) < ENOUGH:
             continue
         clock, known = read["sm_clock_mhz"], bool(read["clock_reasons_bits"].notna().all())
@@ -127,3 +126,68 @@ def _missing(row: dict[Any, Any], best: float) -> tuple[str, float]:
         could = clock * (row["default_w"] / row["limit_w"]) ** (1 / 3)
         return "limit", 1 - clock / min(could, highest if highest > clock else could)
     return "", 0.0
+
+
+# Below this a GPU counts as idle: nothing but a display or a context.
+IDLE = 0.05
+
+_MEANS = ("busy_share", "power_w", "power_limit_w", "sm_clock_mhz")
+_MOST = ("sm_clock_max_mhz", "memory_used_bytes", "memory_total_bytes", "temperature_c")
+
+
+@per_rank
+def gpu_logs(
+    placed_samples: Frame = needs(placed_samples),
+    log_clocks: dict[str, Clock] = needs(log_clocks),
+    run_span: tuple[int, int] = needs(run_span),
+) -> pd.DataFrame:
+    """Return one row a GPU of a log: source, readings, seconds, at, why, and the figures of the log.
+
+    `at`: "run" where they are the readings during the run's steps or trace, "log" where all of the log; `why` that
+    is. Means: busy_share, power_w, power_limit_w, sm_clock_mhz. The most: sm_clock_max_mhz, memory_used_bytes,
+    memory_total_bytes, temperature_c. `idle_share`: of the readings. `lacks`: the options that would bring what it
+    lacks, joined by a space. NaN: not read. Raises NotMeasured where there is no log.
+    """
+    rows = []
+    for source, clock in log_clocks.items():
+        mine = placed_samples[placed_samples["source"] == source]
+        tool = source.partition(" ")[0]
+        if mine.empty or tool == "host" or tool == "processes":
+            continue
+        at, why = "log", clock.words
+        if clock.how != "none" and run_span[1] > run_span[0]:
+            inside = mine[mine["at_ns"].between(*run_span)]
+            if inside["at_ns"].nunique() >= ENOUGH:
+                mine, at = inside, "run"
+            else:
+                why = why or "fewer than three readings lie in the run"
+        by = {str(metric): of["value"] for metric, of in mine.groupby("metric", observed=True)}
+        busy = by.get("busy_share")
+        rows.append(
+            {
+                "source": source,
+                "readings": int(mine["at_ns"].nunique()),
+                "seconds": float(mine["at_ns"].max() - mine["at_ns"].min()) / 1e9 if clock.how != "none" else 0.0,
+                "at": at,
+                "why": why,
+                **{name: float(by[name].mean()) if name in by else None for name in _MEANS},
+                **{name: float(by[name].max()) if name in by else None for name in _MOST},
+                "idle_share": None if busy is None else float((busy < IDLE).mean()),
+                "lacks": "; ".join(option for metric, option in OPTIONS.get(tool, {}).items() if metric not in by),
+            }
+        )
+    if not rows:
+        raise NotMeasured("no log of a GPU was read")
+    return pd.DataFrame(rows).astype(dict.fromkeys((*_MEANS, *_MOST, "idle_share"), float))
+
+
+@across_ranks
+def gpu_uses(
+    gpu_logs: Frame = needs(gpu_logs), held_down: Maybe[list[tuple[dict[str, object], str, float]]] = maybe(held_down)
+) -> pd.DataFrame:
+    """Return `gpu_logs` with what holds each clock down (`held_by`; "": not known) and the share of it lost."""
+    held = {(row["rank"], row["source"]): (why, lost) for row, why, lost in held_down.or_none() or ()}
+    of = [
+        held.get((rank, source), ("", 0.0)) for rank, source in zip(gpu_logs["rank"], gpu_logs["source"], strict=True)
+    ]
+    return gpu_logs.assign(held_by=[why for why, _ in of], clock_lost=[lost for _, lost in of])

@@ -1,12 +1,8 @@
-"""Samples and tokens of a step: what each rank counted, and what that is of the whole job.
+"""Samples and tokens of a step: what each rank counted, what that is of the whole job, and how the job scales.
 
 A rank counts what its loaders give, or what its model gets, unless the script says it. Ranks of a data-parallel job
 train on batches of their own; those that cut up layers or stages between them work on the same ones. Which of these a
 job is shows in how its samplers share out the data, in its pipeline's ranks and in how its model is wrapped.
-
-The report's facts on throughput: samples and tokens a second, and what an epoch and so many samples take.
-
-What a run tells of how its job scales: its collectives by size, and how far its ranks' own times are apart.
 """
 
 from __future__ import annotations
@@ -56,7 +52,8 @@ def work_done(steady_steps: Frame = needs(steady_steps), rank: RankFacts = needs
         raise NotMeasured("no steady training step was recorded")
     from_script = bool((rank.facts.get("step") or {}).get("told"))
     samples, source = _mean(steps["samples"]), SCRIPT if from_script else LOADER
-    if math.isnan(samples) and not _has_several(rank):
+    # What each of several models gets is not known to be samples.
+    if math.isnan(samples) and len(rank.facts.get("optimizers") or []) <= 1:
         # In a pipeline every call of every stage counts.
         stages = len((rank.facts.get("pipeline") or {}).get("stages") or (0,))
         samples, source = _mean(steps["inputs"]) / stages, MODEL
@@ -73,11 +70,6 @@ def work_done(steady_steps: Frame = needs(steady_steps), rank: RankFacts = needs
 def _mean(counts: pd.Series[int]) -> float:
     """Return the mean of the steps' counts, NaN where a step has none."""
     return float(counts.mean()) if (counts > 0).all() else math.nan
-
-
-def _has_several(rank: RankFacts) -> bool:
-    """Return whether a rank trains several models: what each of them gets is not known to be samples."""
-    return len(rank.facts.get("optimizers") or []) > 1
 
 
 class Share(NamedTuple):
@@ -106,13 +98,9 @@ def share(job: Job) -> Share:
     cut = max((m.get("tensor_parallel") or 1 for m in models), default=1)
     if cut > 1:
         return Share(world / cut) if world % cut == 0 else Share(0, "layers are cut up over some of the ranks")
-    if job.apart or any(m.get("fsdp") or m.get("ddp") or m.get("class") in _ENGINES for m in models):
+    if job.apart or any(m.get("fsdp") or m.get("ddp") or m.get("class") == "DeepSpeedEngine" for m in models):
         return Share(world)
     return Share(0, "whether the ranks train on the same batches was not recorded")
-
-
-# What wraps a model that each rank feeds with batches of its own.
-_ENGINES = ("DeepSpeedEngine",)
 
 
 @across_ranks
@@ -176,7 +164,6 @@ def _power(means: pd.DataFrame | None, gpus: int | None, job: Job) -> float | No
 
 
 SECTION = "Throughput"
-
 
 _COUNTED_BY = {
     "script": "dlprof.step() in the script",
@@ -253,10 +240,8 @@ def energy(joules: float) -> str:
 # Quantiles of the ranks' own times that are kept. The largest is the mean of the top 1/64.
 QUANTILES = 64
 
-
 # Sizes that differ by less count as one: a quarter of a power of two.
 _PER_OCTAVE = 4
-
 
 # Kinds of collectives, groups and sizes that are kept: those that take longest.
 MOST_TRANSFERS = 64

@@ -208,10 +208,8 @@ def _one_each(lists: pd.DataFrame | None, ranks: list[int]) -> tuple[int, str]:
         return 0, "how many experts each rank holds is not known"
     most, layers = int(lists["experts"].max()), lists.groupby("rank").size()
     if most > 1:
-        return (
-            0,
-            f"{'each rank holds' if lists['experts'].min() == most else 'ranks hold up to'} {most} experts of a layer",
-        )
+        hold = "each rank holds" if lists["experts"].min() == most else "ranks hold up to"
+        return 0, f"{hold} {most} experts of a layer"
     if layers.nunique() > 1 or (lists["experts"] < 1).any():
         return 0, "not every rank holds an expert of each layer"
     return int(layers.iloc[0]), ""
@@ -230,8 +228,7 @@ def _a_token(frame: pd.DataFrame) -> pd.Series[float]:
     )
     slope = (both / square.replace(0.0, np.nan)).fillna(0.0)
     most = (all_ns / all_tokens.replace(0.0, np.nan)).fillna(0.0)
-    found: pd.Series[float] = slope.clip(lower=0.0, upper=most)
-    return found
+    return slope.clip(lower=0.0, upper=most)
 
 
 def _shorter(frame: pd.DataFrame) -> pd.Series[float]:

@@ -1,1 +1,0 @@
-"""Numeric precision: the loss scale that keeps small gradients from underflowing."""
