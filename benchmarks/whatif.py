@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dlprof.analysis.whatif.answers import answers
-from dlprof.analysis.whatif.asked import PERFECT, Asked
+from dlprof.analysis.whatif import PERFECT, Request, answers
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from simulator import folder, play
@@ -32,7 +31,7 @@ class Question:
 
     name: str
     make: Callable[[int], Job]
-    asked: Asked
+    asked: Request
     change: Callable[[Job], Job]
     steps: int = 60
 
@@ -85,24 +84,24 @@ def _pipeline(job: Job, **changed: object) -> Job:
 
 
 _FEW, _AFTER, _LAUNCHES = _fault("few_workers"), _fault("after_backward"), _fault("many_launches")
-_BOTH = Asked(network=2.0, device=2.0)
+_BOTH = Request(network=2.0, device=2.0)
 
 QUESTIONS = (
-    Question("device 2x", base, Asked(device=2.0), lambda j: _faster(j, device=2)),
-    Question("device 2x, a loader that just kept up", _tight, Asked(device=2.0), lambda j: _faster(j, device=2)),
-    Question("device 2x, a slow host", _LAUNCHES, Asked(device=2.0), lambda j: _faster(j, 2)),
-    Question("host 2x", _LAUNCHES, Asked(host=2.0), lambda j: _faster(j, host=2)),
-    Question("input perfect", _FEW, Asked(input=PERFECT), lambda j: _made(j, 1000)),
-    Question("input 2x", _FEW, Asked(input=2.0), lambda j: _made(j, 2)),
-    Question("workers 8", _FEW, Asked(workers=8), lambda j: _workers(j, 8)),
-    Question("workers 1", _FEW, Asked(workers=1), lambda j: _workers(j, 1)),
-    Question("workers 8 and device 2x", _FEW, Asked(workers=8, device=2.0), lambda j: _faster(_workers(j, 8), 2)),
-    Question("network 2x", _AFTER, Asked(network=2.0), lambda j: _network(j, 2)),
-    Question("network perfect", _AFTER, Asked(network=PERFECT), lambda j: _network(j, 1e4)),
+    Question("device 2x", base, Request(device=2.0), lambda j: _faster(j, device=2)),
+    Question("device 2x, a loader that just kept up", _tight, Request(device=2.0), lambda j: _faster(j, device=2)),
+    Question("device 2x, a slow host", _LAUNCHES, Request(device=2.0), lambda j: _faster(j, 2)),
+    Question("host 2x", _LAUNCHES, Request(host=2.0), lambda j: _faster(j, host=2)),
+    Question("input perfect", _FEW, Request(input=PERFECT), lambda j: _made(j, 1000)),
+    Question("input 2x", _FEW, Request(input=2.0), lambda j: _made(j, 2)),
+    Question("workers 8", _FEW, Request(workers=8), lambda j: _workers(j, 8)),
+    Question("workers 1", _FEW, Request(workers=1), lambda j: _workers(j, 1)),
+    Question("workers 8 and device 2x", _FEW, Request(workers=8, device=2.0), lambda j: _faster(_workers(j, 8), 2)),
+    Question("network 2x", _AFTER, Request(network=2.0), lambda j: _network(j, 2)),
+    Question("network perfect", _AFTER, Request(network=PERFECT), lambda j: _network(j, 1e4)),
     Question("network 2x and device 2x", _AFTER, _BOTH, lambda j: _faster(_network(j, 2), 2)),
-    Question("microbatches 16", _fault("gpipe"), Asked(microbatches=16), lambda j: _pipeline(j, microbatches=16), 20),
-    Question("schedule 1F1B", _fault("gpipe"), Asked(schedule="1F1B"), lambda j: _pipeline(j, schedule="1F1B"), 20),
-    Question("stages even", _fault("uneven_stages"), Asked(stages=True), _fix("uneven_stages"), 20),
+    Question("microbatches 16", _fault("gpipe"), Request(microbatches=16), lambda j: _pipeline(j, microbatches=16), 20),
+    Question("schedule 1F1B", _fault("gpipe"), Request(schedule="1F1B"), lambda j: _pipeline(j, schedule="1F1B"), 20),
+    Question("stages even", _fault("uneven_stages"), Request(stages=True), _fix("uneven_stages"), 20),
 )
 
 

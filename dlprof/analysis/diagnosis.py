@@ -14,26 +14,16 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis import notices, overview, settings
+from dlprof.analysis import notices, settings
 from dlprof.analysis.engine import Job, Measure, Measured, MeasureFailed, all_needed, measure
-from dlprof.analysis.estimate import (
-    BESIDES,
-    COMPILED,
-    LEAST_CAUSE,
-    LEAST_SHARE,
-    UNKNOWN,
-    Estimate,
-    Rule,
-    error_of,
-)
-from dlprof.analysis.figures import FIELDS
+from dlprof.analysis.estimate import BESIDES, COMPILED, LEAST_CAUSE, LEAST_SHARE, UNKNOWN, Estimate, Rule, error_of
+from dlprof.analysis.figures import FIELDS, SECTIONS, facts, run_info
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
-from dlprof.analysis.proposals import proposals
-from dlprof.analysis.source.where import Source, placed, told_once
+from dlprof.analysis.proposals import Basis, Piece, combined_saving, pieces, proposals, speedup
+from dlprof.analysis.source.where import Source, each_line_once, placed
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import LEAST_NOISE, saving
-from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.marks import __version__
 from dlprof.read.run import Run
@@ -56,7 +46,7 @@ def wanted(rules: Iterable[Rule]) -> list[Any]:
     needed += [r.explain for r in rules]
     needed += [p.draw for p in PICTURES]
     needed += [Basis, Source, *FIELDS.values()]
-    return [*needed, *overview.SECTIONS, notices.warnings]
+    return [*needed, *SECTIONS, notices.warnings]
 
 
 def every_frame(rules: Iterable[Rule]) -> list[Measure[pd.DataFrame]]:
@@ -75,22 +65,20 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     first = {o.id for o in outcomes if o.state == "found" and o.scope == "failure"}
     rank_of = _ranks(outcomes, rules, settings.on_gpu(measured.job))
     by = sorted(outcomes, key=lambda o: (order[o.state], o.training, o.id not in first, *rank_of[o.id], o.id))
-    outcomes = told_once(by)
+    outcomes = each_line_once(by)
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
     of_host = {rule.id for rule in rules if rule.of_host}
     mine = {o.id: of for o, of in answered}
     figures: dict[str, Any] = {name: measured.call(make) for name, make in FIELDS.items()}
     return Result(
-        run=overview.run_info(measured.job, notices.all_warnings(measured)),
+        run=run_info(measured.job, notices.all_warnings(measured)),
         outcomes=tuple(outcomes),
-        together=together(
-            basis,
-            [(o, mine) for o, mine in answered if o.state == "found" and not o.training],
-            of_host,
+        together=combined_saving(
+            basis, [(o, mine) for o, mine in answered if o.state == "found" and not o.training], of_host
         ),
         changes=proposals(basis, [(o, mine[o.id]) for o in outcomes if o.state == "found"], of_host, figures["budget"]),
         panels=tuple(p for p in drawn(measured, PICTURES) if p not in shown),
-        facts=overview.facts(measured),
+        facts=facts(measured),
         dlprof=__version__,
         **figures,
     )

@@ -13,9 +13,8 @@ from dlprof.analysis.input.loader import fed_ns
 from dlprof.analysis.machine.cores import bindings, far_from_gpu
 from dlprof.analysis.machine.samples import foreign_load, sample_means
 from dlprof.analysis.step.breakdown import breakdown, part
-from dlprof.analysis.step.savings import window_likeness
+from dlprof.analysis.step.savings import later_windows, traced_again, window_likeness
 from dlprof.analysis.step.whole_job import whole_job
-from dlprof.analysis.step.windows import later_windows, traced_again
 from dlprof.analysis.timeline.device import NOT_IN_STEPS
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.analysis.timeline.what_if import REPRODUCED, replayed_steps
@@ -118,7 +117,7 @@ def warnings(
 
 def _of_untraced(job: Job) -> list[str]:
     """Say how many ranks a trace was requested from, where not from all."""
-    untraced = {r: (job.facts[r].get("window") or {}).get("asked") for r in settings.not_asked(job)}
+    untraced = {r: (job.facts[r].get("window") or {}).get("asked") for r in settings.untraced_by_choice(job)}
     if not untraced:
         return []
     traced = len(job.ranks) - len(untraced)
@@ -284,7 +283,7 @@ def _of_window(job: Job, frame: pd.DataFrame, *, reproduced: bool) -> list[str]:
 
 def _of_rest(job: Job, means: pd.DataFrame, rest: Mapping[int, float]) -> list[str]:
     """Say what is known of the unattributed time of a step, where it is large."""
-    untraced = settings.not_asked(job)
+    untraced = settings.untraced_by_choice(job)
     shares = {r: ns / float(means["step_ns"].loc[r]) for r, ns in rest.items() if r not in untraced}
     worst = max(shares, key=lambda r: shares[r], default=None)
     if worst is None or shares[worst] < _NOTABLE_REST:

@@ -1,17 +1,175 @@
-"""The changes to make, in order: findings that one change cures are one, and each is counted after those above it."""
+"""What findings save together, where a part of the step that two of them save counts once; and the changes to make.
+
+The changes are in order: findings that one change cures are one, and each is counted after those above it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from msgspec.structs import replace
 
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
+from dlprof.analysis.estimate import LEAST_SHARE, Rule
+from dlprof.analysis.host.parts import ALL, host_parts
+from dlprof.analysis.input.loader import fed_ns
 from dlprof.analysis.source.where import changes_numbers
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.together import Basis, Piece, together
-from dlprof.result import TIMELESS, Change, Outcome, Proposal, RunPart, Scope
+from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part
+from dlprof.analysis.step.savings import own_time
+from dlprof.analysis.step.savings import saving as replay
+from dlprof.analysis.step.whole_job import loop_step_ns, run_step_ns
+from dlprof.analysis.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.result import TIMELESS, Change, Outcome, Proposal, RunPart, Scope, Setting, Together
 from dlprof.result.tried import Attempt, Tried
+
+# A part of a saving, ns, and the categories of `time` that it comes out of; a finding with the pieces of its saving.
+Piece = tuple[frozenset[str], float]
+Found = tuple[Outcome, Sequence[Piece]]
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What outcomes are judged by. Its fields are needs: the engine fills them."""
+
+    job: Job = needs(JOB)
+    mean_step_ns: Maybe[float] = maybe(mean_step_ns)
+    loop_step_ns: Maybe[float] = maybe(loop_step_ns)
+    run_step_ns: Maybe[float] = maybe(run_step_ns)
+    of_step: Maybe[str] = maybe(of_step)
+    fed_ns: Maybe[float] = maybe(fed_ns)
+    breakdown: Maybe[Frame] = maybe(breakdown)
+    own_time: Maybe[Frame] = maybe(own_time)
+    host_parts: Maybe[Frame] = maybe(host_parts)
+    step_means: Maybe[Frame] = maybe(step_means)
+
+    def length_ns(self, scope: Scope) -> float:
+        """Return what findings of a scope are shares of, for each training step, ns."""
+        return (
+            self.run_step_ns if scope == "run" else self.loop_step_ns if scope == "job" else self.mean_step_ns
+        ).get()
+
+    def longest(self) -> tuple[float, int]:
+        """Return the longest mean step of a rank, ns, and which rank's it is."""
+        means = self.step_means.get()
+        worst = int(means["step_ns"].argmax())
+        return float(means["step_ns"].iloc[worst]), int(means["rank"].iloc[worst])
+
+    @property
+    def of_one_step(self) -> bool:
+        """Whether the figures are of a single steady step, so that nothing shows how much steps vary."""
+        means = self.step_means.or_none()
+        return means is not None and int(means["steps"].max()) < 2
+
+    def most_ns(self, categories: Collection[str]) -> float:
+        """Return the mean steady step's time in some categories, ns; infinity without a breakdown.
+
+        A rule may measure in all steps of the step log, the breakdown in the few traced ones. A report must be
+        consistent, so the smaller of the two counts, and the finding says so.
+        """
+        frame = self.breakdown.or_none() if categories else None
+        return math.inf if frame is None else most_saved_ns(frame, categories)
+
+
+def pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[Piece]:
+    """Split a saving by categories: those of `within`, and the rest, which any other of the rule's may give."""
+    split, left = [], saving_ns
+    for category, ns in within.items():
+        split.append((frozenset((category,)), min(max(ns, 0.0), left)))
+        left -= split[-1][1]
+    others = frozenset(rule.saves_from) - within.keys()
+    return split if split and left <= 0 else [*split, (others or frozenset(rule.saves_from), left)]
+
+
+def combined_saving(basis: Basis, found: Sequence[Found], of_host: Collection[str] = ()) -> Together | None:
+    """Bound the combined saving of all findings; `of_host`: the rules on the device's waiting for its host.
+
+    Savings from the same categories are at most the removal of these categories. Savings from different ones are at
+    most their sum, unless no rank is in all findings: then one may hide what another saves, and only the breakdown
+    bounds them. Findings on the host save at most the removal of all that host work. With findings of the whole job, or
+    run, the bound is that of the training loop, or run. None where nothing was found, and where the bound is the whole
+    step. Findings that the same change removes count as one.
+    """
+    found = [(o, mine) for o, mine in found if o.scope not in TIMELESS]
+    if not found:
+        return None
+    largest = max(o.saving_ns for o, _ in found)
+    inside, job = ([(o, mine) for o, mine in _once(found) if (o.scope == "step") is step] for step in (True, False))
+    inside = _host_once(basis, inside, of_host)
+    claimed = [piece for _, mine in inside for piece in mine]
+    total = sum(_at_most(basis, categories, claims) for categories, claims in _overlapping(claimed))
+    if inside and not set(basis.job.ranks).intersection(*(o.ranks for o, _ in inside if o.ranks)):
+        total = _removable(basis, frozenset().union(*(categories for categories, _ in claimed)))
+    scopes = {o.scope for o, _ in job}
+    step = basis.length_ns("run" if "run" in scopes else "job" if scopes else "step")
+    total = min(max(total + sum(o.saving_ns for o, _ in job), largest), step)
+    if total > max(largest, (1 - LEAST_SHARE) * step):
+        return None
+    return Together(total, total / step, speedup(total / step))
+
+
+def _host_once(basis: Basis, found: list[Found], of_host: Collection[str]) -> list[Found]:
+    """Make one of the findings on the host: what the replay without all of them gains."""
+    hosts = [(o, mine) for o, mine in found if o.id in of_host]
+    parts = basis.host_parts.or_none()
+    if len(hosts) < 2 or parts is None:
+        return found
+    gains = by_rank(parts[parts["part"] == ALL], "gain_ns")
+    own = basis.own_time.or_none()
+    all_ns = math.inf if own is None else replay(own, gains)
+    categories = frozenset().union(*(of for _, mine in hosts for of, _ in mine))
+    largest = max(hosts, key=lambda one: one[0].saving_ns)[0]
+    saving = max(min(sum(o.saving_ns for o, _ in hosts), all_ns), largest.saving_ns)
+    return [*(one for one in found if one[0].id not in of_host), (largest, [(categories, saving)])]
+
+
+def _once(found: Sequence[Found]) -> list[Found]:
+    """Leave out a finding if the first change of a larger one sets the same: that change is made once."""
+    kept: dict[frozenset[Setting], Found] = {}
+    others = []
+    for one in sorted(found, key=lambda of: -of[0].saving_ns):
+        sets = frozenset(one[0].changes[0].settings) if one[0].changes else frozenset()
+        if sets:
+            kept.setdefault(sets, one)
+        else:
+            others.append(one)
+    return [*kept.values(), *others]
+
+
+def _overlapping(pieces: Iterable[Piece]) -> list[tuple[frozenset[str], list[float]]]:
+    """Group pieces that have a category in common, directly or through others: categories, savings."""
+    groups: list[tuple[frozenset[str], list[float]]] = []
+    for categories, saving in pieces:
+        claims = [saving]
+        for group in [g for g in groups if g[0] & categories]:
+            groups.remove(group)
+            categories, claims = categories | group[0], group[1] + claims
+        groups.append((categories, claims))
+    return groups
+
+
+def _at_most(basis: Basis, categories: frozenset[str], claims: Sequence[float]) -> float:
+    """Return the most that findings with these categories can save in total."""
+    return sum(claims) if len(claims) < 2 else min(sum(claims), max(_removable(basis, categories), *claims))
+
+
+def _removable(basis: Basis, categories: frozenset[str]) -> float:
+    """Return what the job saves without some categories on every rank, ns; infinity where that is not known."""
+    frame, own = basis.breakdown.or_none(), basis.own_time.or_none()
+    # Waiting, in communication and bubbles, ends with its cause: a replay of the ranks' own time has none of it.
+    if frame is not None and {"communication", "pipeline_bubble"} & categories:
+        return most_saved_ns(frame, categories)
+    if frame is None or own is None:
+        return math.inf
+    return replay(own, part(frame, *categories))
+
+
+def speedup(share: float) -> float:
+    """Return how many times faster a step is that is shorter by a share of it."""
+    return 1 / (1 - share) if share < 1 else 1e6
+
 
 # What is left of a gain once the changes above are made must be this share of the step, or the change is left out.
 LEAST = 0.005
@@ -22,23 +180,20 @@ _HOLDS: Mapping[Scope, tuple[Scope, ...]] = {"step": ("step",), "job": ("step", 
 
 
 def proposals(
-    basis: Basis,
-    found: Sequence[tuple[Outcome, Sequence[Piece]]],
-    of_host: Collection[str],
-    budget: Sequence[RunPart],
+    basis: Basis, found: Sequence[Found], of_host: Collection[str], budget: Sequence[RunPart]
 ) -> tuple[Proposal, ...]:
     """Return what findings, in their order, propose: cures first, each after those above it; then, each after all of
     the cures, the changes of the training. `of_host`: the rules on the device's waiting for its host.
 
     A finding without a change proposes none. A gain that those above it take away is no proposal.
     """
-    groups: dict[object, list[tuple[Outcome, Sequence[Piece]]]] = {}
+    groups: dict[object, list[Found]] = {}
     for one in found:
         if one[0].changes and not one[0].changes[0].informs:
             groups.setdefault(_key(one[0].changes[0]), []).append(one)
     run_ns = sum(part.ns for part in budget)
     made: list[Proposal] = []
-    before: list[tuple[Outcome, Sequence[Piece]]] = []
+    before: list[Found] = []
     taken: dict[str, float] = {}
     gained: dict[Scope, float] = {}
     cures = [group for group in groups.values() if not group[0][0].training]
@@ -61,8 +216,8 @@ def _key(change: Change) -> object:
 
 def _proposal(
     basis: Basis,
-    before: Sequence[tuple[Outcome, Sequence[Piece]]],
-    group: Sequence[tuple[Outcome, Sequence[Piece]]],
+    before: Sequence[Found],
+    group: Sequence[Found],
     of_host: Collection[str],
     run_ns: float,
     taken: Mapping[str, float],
@@ -113,14 +268,12 @@ def _proposal(
     )
 
 
-def _gone(
-    basis: Basis, found: Sequence[tuple[Outcome, Sequence[Piece]]], of_host: Collection[str], whole: float
-) -> float:
+def _gone(basis: Basis, found: Sequence[Found], of_host: Collection[str], whole: float) -> float:
     """Return what findings save together, ns a training step; at most all of it."""
-    timed = [(o, list(mine)) for o, mine in found if o.scope not in TIMELESS]
+    timed = [one for one in found if one[0].scope not in TIMELESS]
     if len(timed) < 2:
         return min(sum(o.saving_ns for o, _ in timed), whole)
-    bound = together(basis, timed, of_host)
+    bound = combined_saving(basis, timed, of_host)
     return min(bound.saving_ns if bound else sum(o.saving_ns for o, _ in timed), whole)
 
 

@@ -116,7 +116,7 @@ def device(job: Job, rank: int) -> str:
     return next((str(d["name"]) for d in devices[:2] if d.get("name")), "")
 
 
-def not_asked(job: Job) -> tuple[int, ...]:
+def untraced_by_choice(job: Job) -> tuple[int, ...]:
     """Return the ranks without a trace by the user's choice (--ranks)."""
     return tuple(r for r in job.ranks if (job.facts[r].get("window") or {}).get("state") == "not_asked")
 

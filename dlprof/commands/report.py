@@ -328,7 +328,7 @@ def analyse(
     if page:
         from dlprof.report import html, terminal  # noqa: F401
 
-    store = find(run, cache, asked=bool(dask), tell=tell)
+    store = find(run, cache, requested=bool(dask), tell=tell)
     measured = measure(run, wanted(RULES), jobs, progress, store=store, backend=backend, only_kept=kept_only, tell=tell)
     return with_tried(diagnosed(measured, RULES), path)
 

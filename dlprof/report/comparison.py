@@ -10,10 +10,16 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from dlprof.analysis.compare.comparison import Comparison, FindingChange, WorkDifference
-from dlprof.analysis.compare.predictions import Prediction
-from dlprof.analysis.compare.settings_diff import Setting
-from dlprof.analysis.compare.significance import NOISE, Difference, Verdict
+from dlprof.analysis.compare.comparison import (
+    NOISE,
+    Comparison,
+    Difference,
+    FindingChange,
+    Prediction,
+    Setting,
+    Verdict,
+    WorkDifference,
+)
 from dlprof.plain import NBSP, plain
 from dlprof.report import first as first_screen
 from dlprof.report import formatting, html, looks

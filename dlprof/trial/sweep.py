@@ -24,8 +24,7 @@ from pathlib import Path
 from msgspec.structs import replace as changed
 
 from dlprof import overrides
-from dlprof.analysis.whatif.answers import predictions
-from dlprof.analysis.whatif.asked import Asked
+from dlprof.analysis.whatif import Request, predictions
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import compact, write, writing
 from dlprof.overrides import Value
@@ -207,7 +206,7 @@ class Running:
         self.longest_s = time.monotonic() - started
         values = [int(p.values[WORKERS]) for p in self.sweep.points]
         try:
-            known = predictions(open_run(recorded), [Asked(workers=n) for n in values])
+            known = predictions(open_run(recorded), [Request(workers=n) for n in values])
         except (DlprofError, NotMeasured) as e:
             self._warn(f"nothing is predicted: {e}")
             return

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dlprof.analysis.diagnosis import diagnose, rule_named
-from dlprof.analysis.engine import Maybe, check_needs, maybe, measure, needs, per_rank
+from dlprof.analysis.diagnosis import diagnose, diagnosed, rule_named, wanted
+from dlprof.analysis.engine import Maybe, Measured, check_needs, maybe, measure, needs, per_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing, worst
-from dlprof.analysis.figures import FIELDS, device_of
+from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.savings import LEAST_NOISE
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
@@ -39,9 +39,19 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return two_ranks(tmp_path_factory.mktemp("job"))
 
 
-def answer(job: Run, check: Check, **of: Any) -> Any:
-    (outcome,) = diagnose(job, [replace_rule(rule(check), **of)], jobs=1).outcomes
+@pytest.fixture(scope="module")
+def known(job: Run) -> Measured:
+    """Return what rules without needs are judged by, measured once."""
+    return measure(job, wanted([]), 1)
+
+
+def answer(known: Measured, check: Check, **of: Any) -> Any:
+    (outcome,) = diagnosed(known, [replace_rule(rule(check), **of)]).outcomes
     return outcome
+
+
+def answer_of(path: Path, check: Check, **of: Any) -> Any:
+    return answer(measure(open_run(path), wanted([]), 1), check, **of)
 
 
 def returning(estimate: Any) -> Check:
@@ -113,29 +123,29 @@ FEW: dict[str, Any] = {"gone_ns": {0: 0.019 * STEP_NS}, "summary": "products tak
             finding(evidence=Panel("table", "T", ((1.0, math.nan),)))))),
     ],
 )  # fmt: skip
-def test_a_rule_answers(job: Run, check: Check, of: dict[str, Any], told: dict[str, Any]) -> None:
-    result = diagnose(job, [replace_rule(rule(check), **of)], jobs=1)
+def test_a_rule_answers(known: Measured, check: Check, of: dict[str, Any], told: dict[str, Any]) -> None:
+    result = diagnosed(known, [replace_rule(rule(check), **of)])
     (said,) = result.outcomes
     for name, value in ({"state": "found"} | told).items():
         assert getattr(said, name) == about(value, rel=1e-6), name
     json.dumps(to_json(result), allow_nan=False)
 
 
-def test_what_a_rule_costs_its_ranks_and_how_sure_it_is(job: Run) -> None:
-    said = answer(job, finding(0.1, by_rank_ns=COSTS))
+def test_what_a_rule_costs_its_ranks_and_how_sure_it_is(known: Measured) -> None:
+    said = answer(known, finding(0.1, by_rank_ns=COSTS))
     assert {cost.rank: cost.ns for cost in said.by_rank} == {0: 10.0, 1: 4.9, 2: 5.0}
-    many = answer(job, finding(0.1, by_rank_ns={rank: float(rank) for rank in range(2 * MOST_RANKS)}))
+    many = answer(known, finding(0.1, by_rank_ns={rank: float(rank) for rank in range(2 * MOST_RANKS)}))
     assert [cost.rank for cost in many.by_rank] == list(range(MOST_RANKS, 2 * MOST_RANKS))
     for check, of, words in (
         (finding(0.3, least_ns=0.12 * STEP_NS, **VARIES), {}, "30 % of each step ± 20 %"),
         (finding(0.5, sure="By hand."), COPIED, "By hand. Capped at the step's time"),
     ):
-        assert words in answer(job, check, **of).sure
+        assert words in answer(known, check, **of).sure
     for check, words in (
         (finding(0.1, noise_ns=0.1 * STEP_NS), "varies too much"),
         (returning(Estimate(**FEW | {"gone_ns": {0: 0.021 * STEP_NS}})), "no peak"),
     ):
-        assert words in answer(job, check).why
+        assert words in answer(known, check).why
 
 
 def test_estimates(job: Run) -> None:
@@ -162,9 +172,9 @@ TRAINING = {
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_finding_whose_changes_are_all_of_the_training_stands_apart(job: Run, name: str) -> None:
+def test_a_finding_whose_changes_are_all_of_the_training_stands_apart(known: Measured, name: str) -> None:
     changes, scope, apart, order = TRAINING[name]
-    result = diagnose(job, [rule(finding(0.3, changes=changes, scope=scope))], jobs=1)
+    result = diagnosed(known, [rule(finding(0.3, changes=changes, scope=scope))])
     (said,) = result.outcomes
     assert (said.state, said.training) == ("found", apart)
     assert [c.training for c in said.changes] == order
@@ -206,9 +216,9 @@ FOUND: dict[str, tuple[list[tuple[str, Check, dict[str, Any]]], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_the_order_of_outcomes(job: Run, name: str) -> None:
+def test_the_order_of_outcomes(known: Measured, name: str) -> None:
     found, order = FOUND[name]
-    result = diagnose(job, [replace_rule(rule(check, id_), **of) for id_, check, of in found], jobs=1)
+    result = diagnosed(known, [replace_rule(rule(check, id_), **of) for id_, check, of in found])
     assert [o.id for o in result.outcomes] == order
 
 
@@ -228,8 +238,8 @@ def test_a_measure_that_breaks_costs_only_its_row(job: Run, monkeypatch: pytest.
     def check(breaks: pd.DataFrame = needs(breaks)) -> Estimate:
         return nothing(f"{len(breaks)} rows")
 
-    def device(device_time: Maybe[pd.DataFrame] = maybe(breaks)) -> object:
-        return device_of(device_time)
+    def device(frame: Maybe[pd.DataFrame] = maybe(breaks)) -> object:
+        return () if frame.or_none() is None else (1,)
 
     result = diagnose(job, [rule(check, "a"), rule(finding(), "b")], jobs=1)
     assert [(o.id, o.state, o.why) for o in result.outcomes] == [
@@ -258,10 +268,10 @@ def test_no_other_change_saves_more_than_the_loader_can_feed(tmp_path: Path, pin
         used = {"kind": "usage", "start_ns": steps[20]["start_ns"], "dur_ns": 100 * MS, "count": 1, "step": 20}
         with (path / "ranks/00000/loading.jsonl").open("a") as file:
             file.write(json.dumps(used | {"pin_ns": 80 * MS}) + "\n")
-    said = answer(open_run(path), finding(0.5, sure="By hand."))
+    said = answer_of(path, finding(0.5, sure="By hand."))
     assert said.share == pytest.approx(0.2)
     assert said.sure == "By hand. Capped, as the loaders need at least 8.00 ms a step."
-    assert answer(open_run(path), finding(0.5), feeds=True).share == pytest.approx(0.5)
+    assert answer_of(path, finding(0.5), feeds=True).share == pytest.approx(0.5)
 
 
 def test_every_rule_there_is_answers_once_on_a_gpu_and_on_a_cpu(job: Run, tmp_path: Path) -> None:
@@ -285,8 +295,8 @@ def test_every_rule_there_is_answers_once_on_a_gpu_and_on_a_cpu(job: Run, tmp_pa
         assert result.panels
 
 
-def test_the_result_holds_the_whole_run(job: Run) -> None:
-    result = diagnose(job, [], jobs=1)
+def test_the_result_holds_the_whole_run(known: Measured) -> None:
+    result = diagnosed(known, [])
     assert (result.run.ranks, result.run.device, result.run.hosts) == ((0, 1), "NVIDIA H100 80GB HBM3", ("node-1",))
     assert result.run.warnings == ()
     assert result.window is not None
@@ -327,7 +337,7 @@ def test_why_nothing_is_known_of_a_run_is_said(tmp_path: Path) -> None:
     assert (result.window, result.time, result.device, result.panels) == (None, (), (), ())
     assert {o.state for o in result.outcomes if o.why} == {"not_measured", "does_not_apply"}
     assert all(o.why for o in result.outcomes)
-    assert answer(bare, finding()).state == "not_measured"
+    assert answer(measure(bare, wanted([]), 1), finding()).state == "not_measured"
     # Of an inference server's steps, which wait on the host, no rule says anything.
     events = []
     for n in range(6):
@@ -351,10 +361,10 @@ def test_what_is_said_of_the_job_is_a_share_of_its_training_loop(tmp_path: Path)
     """Thirty steps of 10 ms, of which validation adds 20 to each ten: 12 ms a training step."""
     steps = [light(n, 10 * MS) if n % 11 < 10 else light(n, 20 * MS, kind="validation") for n in range(33)]
     path = recorded(tmp_path, (None, steps, CPU))
-    said = answer(open_run(path), finding(0.3, scope="job"))
+    said = answer_of(path, finding(0.3, scope="job"))
     assert (said.state, said.scope, said.saving_ns) == ("found", "job", pytest.approx(3 * MS))
     assert said.share == pytest.approx(3 / 12)
-    assert answer(open_run(path), finding(0.021, scope="job")).summary == "1.8 % of the training loop's time is lost"
+    assert answer_of(path, finding(0.021, scope="job")).summary == "1.8 % of the training loop's time is lost"
     # Together with what is said of the step, of the whole loop too.
     most = diagnose(open_run(path), [rule(finding(0.1), "a"), rule(finding(0.2, scope="job"), "b")], jobs=1).together
     assert most is not None
@@ -408,9 +418,9 @@ TOGETHER: dict[str, tuple[list[Rule], float | None]] = {
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_what_findings_save_together(job: Run, name: str) -> None:
+def test_what_findings_save_together(known: Measured, name: str) -> None:
     rules, share = TOGETHER[name]
-    most = diagnose(job, rules, jobs=1).together
+    most = diagnosed(known, rules).together
     if share is None:
         assert most is None
     else:
@@ -438,15 +448,15 @@ CHANGED: dict[str, tuple[list[Rule], list[tuple[str, float]]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_each_change_is_counted_after_those_above_it(job: Run, name: str) -> None:
+def test_each_change_is_counted_after_those_above_it(known: Measured, name: str) -> None:
     rules, expected = CHANGED[name]
-    changes = diagnose(job, rules, jobs=1).changes
+    changes = diagnosed(known, rules).changes
     assert [" ".join(c.findings) for c in changes] == [ids for ids, _ in expected]
     assert [c.after_ns / STEP_NS for c in changes] == pytest.approx([share for _, share in expected], rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_together_is_no_less_than_the_dearest_and_no_more_than_the_sum(job: Run, seed: int) -> None:
+def test_together_is_no_less_than_the_dearest_and_no_more_than_the_sum(known: Measured, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rules = []
     for n in range(int(rng.integers(1, 5))):
@@ -454,7 +464,7 @@ def test_together_is_no_less_than_the_dearest_and_no_more_than_the_sum(job: Run,
         saves_from = tuple(str(c) for c in rng.choice(CATEGORIES, int(rng.integers(1, 6)), replace=False))
         within = {saves_from[0]: float(rng.uniform(0, 1.2)) * share * STEP_NS} if rng.random() < 0.5 else {}
         rules.append(rule(finding(share, ranks=(0, 1), within=within), f"r{n}", saves_from))
-    result = diagnose(job, rules, jobs=1)
+    result = diagnosed(known, rules)
     savings = [o.saving_ns for o in result.outcomes if o.state == "found"]
     if result.together is not None:
         assert max(savings) - 1e-6 <= result.together.saving_ns <= sum(savings) + 1e-6

@@ -245,11 +245,7 @@ HINT = " (`dlprof report RUN --window 2` reads it)"
     ],
 )
 def test_what_had_become_slower_where_steps_were_traced_again(
-    of: Callable[[int], dict[str, float]],
-    windows: list[dict[str, Any]],
-    steps: int,
-    said: str | None,
-    tmp_path: Path,
+    of: Callable[[int], dict[str, float]], windows: list[dict[str, Any]], steps: int, said: str | None, tmp_path: Path
 ) -> None:
     log = []
     for n in range(steps):

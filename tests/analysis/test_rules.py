@@ -23,6 +23,7 @@ READ_OTHERS = {
     "modules.py",
     "screen.py",
     "settings.py",
+    "whatif.py",
 }
 
 

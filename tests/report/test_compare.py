@@ -11,8 +11,8 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
+from dlprof.analysis.compare.comparison import CameTrue
 from dlprof.analysis.compare.ladder import ladder
-from dlprof.analysis.compare.predictions import CameTrue
 from dlprof.analysis.scaling.predictions import studied
 from dlprof.analysis.scaling.study import sizes
 from dlprof.files import compact

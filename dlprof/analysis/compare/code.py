@@ -1,4 +1,7 @@
-"""Where the program of two runs differs, by the copies of the script's own files in their recordings (sources.json)."""
+"""Where the program of two runs differs, by the copies of the script's own files in their recordings (sources.json).
+
+Apart from comparison.py, as a report may know a comparison, and no recording.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import re
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from dlprof.analysis.compare.settings_diff import differing
+from dlprof.analysis.compare.comparison import differing
 from dlprof.read.opening import Inside, read_object
 from dlprof.result import Result
 from dlprof.units import few

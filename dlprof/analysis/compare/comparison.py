@@ -1,27 +1,229 @@
 """Two results compared: what got faster or slower from run A to run B, and whether the predicted gain was reached.
 
 Two runs by the samples, or tokens, that they train on in a second: whose steps do different work compare by nothing
-else.
+else. A difference counts only beyond its noise: how the steps of each run vary and drift. What changes from one
+recording to the next (another host, other jobs on it) is in no single run; LEAST_SHARE is for that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
-from dlprof.analysis.compare.predictions import Prediction, prediction
-from dlprof.analysis.compare.settings_diff import Setting, differing
-from dlprof.analysis.compare.significance import LEAST_NOISE, LEAST_SHARE, NOISE, Difference, Verdict
+from dlprof.plain import command_line
 from dlprof.redaction import DROPPED
 from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, TIMELESS, Outcome, Result, Work
 from dlprof.result.figures import Throughput
 from dlprof.result.stored import plain
 from dlprof.units import count, digits, duration, used_by_others
+
+# A difference is significant from twice its standard error and this share of A's step on: two recordings of one job
+# with steps of 50 ms were up to 0.9 % apart (docs/cost.md).
+LEAST_NOISE = 2.0
+LEAST_SHARE = 0.01
+
+NOISE = (
+    "±: twice the standard error of the difference, from how the steps of each run vary and drift. A difference below"
+    " it, or below 1 % of A's step, is within noise. How much recordings of the same job differ is not part of it."
+)
+
+Verdict = Literal["faster", "slower", "noise", "unknown"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One part of the mean step in both runs, ns; None: not known. `noise_ns`: standard error of b_ns − a_ns."""
+
+    name: str
+    a_ns: float | None
+    b_ns: float | None
+    noise_ns: float | None = None
+    least_ns: float = 0.0  # a smaller difference is within noise in any case
+
+    @property
+    def ns(self) -> float | None:
+        """How much longer B takes, ns."""
+        return None if self.a_ns is None or self.b_ns is None else self.b_ns - self.a_ns
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether B is faster or slower; unknown where a figure or the noise is."""
+        if self.ns is None:
+            return "unknown"
+        if abs(self.ns) < max(self.least_ns, LEAST_NOISE * (self.noise_ns or 0.0)) or self.ns == 0:
+            return "noise"
+        if self.noise_ns is None:
+            return "unknown"
+        return "faster" if self.ns < 0 else "slower"
+
+
+# Sections of facts that somebody chose or installed; those of the others were measured.
+SETTINGS = ("Job", "Device", "Software", "Loader", "Model", "Optimizer", "Pipeline", "Precision", "Environment")
+# Different in any two runs.
+_NAMES = (("Job", "folder"), ("Job", "ended"))
+_COMMAND = ("Job", "command")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One fact that differs; "" where a run does not have it."""
+
+    section: str
+    name: str
+    a: str
+    b: str
+
+
+def differing(a: Result, b: Result) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
+    """Return the facts that differ: settings, and what was measured."""
+    of_a, of_b = ({(f.section, f.name): f.value for f in r.facts} for r in (a, b))
+    of_a[_COMMAND], of_b[_COMMAND] = _words_apart(a.run.command, b.run.command)
+    differ = [
+        Setting(*key, of_a.get(key, ""), of_b.get(key, ""))
+        for key in dict.fromkeys((*of_a, *of_b))
+        if of_a.get(key) != of_b.get(key) and key not in _NAMES
+    ]
+    chosen = tuple(s for s in differ if s.section in SETTINGS)
+    return chosen, tuple(s for s in differ if s.section not in SETTINGS)
+
+
+def _words_apart(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
+    """Return the words of each of two commands that the other one does not have at that place."""
+    codes = [code for code in SequenceMatcher(None, a, b, autojunk=False).get_opcodes() if code[0] != "equal"]
+    only_a = [word for _, start, end, _, _ in codes for word in a[start:end]]
+    only_b = [word for _, _, _, start, end in codes for word in b[start:end]]
+    return command_line(only_a), command_line(only_b)
+
+
+# better: B is faster than predicted; partly: it gained, but less; missed: it gained nothing; unknown: B is another
+# program, of whose gain the changes' is some part.
+CameTrue = Literal["better", "as_predicted", "partly", "missed", "unknown"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What A predicted for the changes of B, and what B measured; ns of the mean step.
+
+    The prediction is between `least_ns` and `most_ns`: savings of several findings overlap. `reached` is the share of
+    the least gain predicted that was measured; `noise_ns` is the measured gain's standard error.
+    """
+
+    findings: tuple[str, ...]
+    changed: tuple[str, ...]  # "num_workers 0 → 2"
+    least_ns: float
+    most_ns: float
+    measured_ns: float
+    noise_ns: float | None
+    reached: float | None  # None: no gain was predicted
+    verdict: CameTrue
+    basis: str  # which findings predicted it, and for which settings
+    also_changed: tuple[str, ...]  # without a prediction
+
+
+def proposals(outcome: Outcome) -> dict[str, str]:
+    """Return the settings that a finding's changes set, with the values proposed; "" where none is."""
+    named: dict[str, str] = {}
+    for change in outcome.changes:
+        for setting in change.settings:
+            named.setdefault(setting.name, "" if setting.to is None else str(setting.to))
+    return named
+
+
+def prediction(
+    a: Result, b: Result, step: Difference, settings: Iterable[Setting], *, other_code: bool = False
+) -> Prediction | None:
+    """Check A's predictions: those of the findings whose settings were changed, or which are gone in B.
+
+    None where A predicted nothing for the changes. `other_code`: the code of B differs in more than these.
+    """
+    assert step.a_ns is not None
+    assert step.b_ns is not None
+    differ = {
+        s.name.rpartition(".")[2].replace(" ", "_"): s
+        for s in settings
+        if s.section not in ("Job", "Software", "Environment")
+    }
+    differ |= {s.name: s for s in settings if s.section == "Environment"}
+    gone = {o.id for o in b.outcomes if o.state in ("clear", "does_not_apply")}
+    taken: list[tuple[Outcome, float, str]] = []
+    changed: dict[str, None] = {}
+    names: set[str] = set()
+    for o in sorted((o for o in a.found if o.scope == "step" and o.saving_ns > 0), key=lambda o: o.id not in gone):
+        named = _followed(o, differ)
+        # A setting that removed one bottleneck is not expected to save what other findings predict for it.
+        if o.id not in gone and named.keys() <= names:
+            continue
+        forecast = next((f for f in o.forecasts if f.setting in named and f.value == differ[f.setting].b), None)
+        if forecast is None and _saves_otherwise(o, named):
+            continue
+        names |= named.keys()
+        changed.update(dict.fromkeys(f"{n} {_values(differ[n])}" for n in named))
+        if forecast is not None:
+            # Several findings may forecast the same: one change, one gain.
+            if any(f == forecast for one, *_ in taken for f in one.forecasts):
+                continue
+            taken.append((o, step.a_ns - forecast.step_ns, f"for {forecast.setting}={forecast.value}"))
+        else:
+            other = [f"{n}={v}" for n, v in named.items() if v and differ[n].b != v]
+            taken.append((o, o.saving_ns, f"for {', '.join(other)}, not what B has" if other else ""))
+    if not taken:
+        return None
+    gains = [gain for _, gain, _ in taken]
+    total = sum(max(g, 0.0) for g in gains)
+    if a.together is not None and len(taken) > 1:
+        total = min(total, a.together.saving_ns)
+    most, least = max(gains), max(total, *gains) if len(gains) > 1 else gains[0]
+    gain = step.a_ns - step.b_ns
+    within = max(step.least_ns, LEAST_NOISE * (step.noise_ns or 0.0))
+    verdict: CameTrue
+    if other_code:
+        verdict = "unknown"
+    elif gain >= most - within:
+        verdict = "better" if gain > least + within else "as_predicted"
+    else:
+        verdict = "partly" if gain > within else "missed"
+    return Prediction(
+        findings=tuple(o.id for o, _, _ in taken),
+        changed=tuple(changed),
+        least_ns=step.a_ns - least,
+        most_ns=step.a_ns - most,
+        measured_ns=step.b_ns,
+        noise_ns=step.noise_ns,
+        reached=gain / most if most > 0 and not other_code else None,
+        verdict=verdict,
+        basis="; ".join(", ".join(filter(None, (o.id, what))) for o, _, what in taken),
+        also_changed=tuple(f"{s.name} {_values(s)}" for n, s in differ.items() if n not in names),
+    )
+
+
+def _saves_otherwise(o: Outcome, named: Mapping[str, str]) -> bool:
+    """Return whether a finding's saving is that of another change than these settings, which it has forecasts for.
+
+    The saving is the first change's: cheaper samples, say, beside which more workers would give less.
+    """
+    first = {setting.name for change in o.changes[:1] for setting in change.settings}
+    return any(f.setting in named for f in o.forecasts) and not named.keys() & first
+
+
+def _values(s: Setting) -> str:
+    return f"{s.a or 'not set'} → {s.b or 'not set'}"
+
+
+def _followed(o: Outcome, differ: Mapping[str, Setting]) -> dict[str, str]:
+    """Return the changed settings of a finding's advice and forecasts, unless they were as advised in A only.
+
+    Each with the value that the advice proposes, "" where it does not name the setting. A forecast has the fact's name
+    of a setting, which may differ from the advice's: n_microbatches.
+    """
+    named = {f.setting: "" for f in o.forecasts} | proposals(o)
+    return {n: v for n, v in named.items() if n in differ and not differ[n].a == v != differ[n].b}
+
 
 FORMAT = 2
 
@@ -533,15 +735,15 @@ def rates(a: Result, b: Result) -> Rates | None:
         return None
     shares = [r.window.noise_ns / r.window.step_ns for r in (a, b) if r.window and r.window.noise_ns is not None]
     noise = math.hypot(*shares) if len(shares) == 2 else None
-    samples = _pair("samples", one, other, noise)
-    tokens = _pair("tokens", one, other, noise)
+    samples = _rates_in("samples", one, other, noise)
+    tokens = _rates_in("tokens", one, other, noise)
     if samples is None or tokens is None:
         return samples or tokens
     as_long = (tokens.b_per_step / samples.b_per_step) / (tokens.a_per_step / samples.a_per_step)
     return samples if abs(as_long - 1) <= _SAME_WORK else tokens
 
 
-def _pair(unit: str, a: Throughput, b: Throughput, noise: float | None) -> Rates | None:
+def _rates_in(unit: str, a: Throughput, b: Throughput, noise: float | None) -> Rates | None:
     a_s, b_s, a_step, b_step = (getattr(t, f"{unit}_per_{of}") for of in ("s", "step") for t in (a, b))
     if not (a_s and b_s and a_step and b_step):
         return None

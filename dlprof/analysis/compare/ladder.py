@@ -10,9 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from dlprof.analysis.compare.comparison import Comparison, compare
-from dlprof.analysis.compare.settings_diff import Setting, differing
-from dlprof.analysis.compare.significance import Verdict
+from dlprof.analysis.compare.comparison import Comparison, Setting, Verdict, compare, differing
 from dlprof.result import Result
 from dlprof.units import count
 

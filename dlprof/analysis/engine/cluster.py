@@ -49,7 +49,6 @@ SLURM_JOBS = 4
 # Memory of a SLURM job, as a multiple of the estimate for its largest rank: SLURM ends a job that takes more.
 _SLURM_SPARE = 2
 
-
 _UNLIKE = "has another version of dlprof or pandas"
 
 

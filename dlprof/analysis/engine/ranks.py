@@ -1,8 +1,12 @@
-"""What is known of one rank while it is read, and of all ranks afterwards."""
+"""What is known of one rank while it is read, its frames as they travel, and what is known of all ranks afterwards.
+
+A frame of a few rows takes kilobytes of its own next to its values, and a run has a hundred frames for each rank: they
+travel as plain arrays by column.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -14,12 +18,98 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis.engine.needs import Fact, Maybe, Measure, MeasureFailed, Need, call_with, needs_of
-from dlprof.analysis.engine.packed import Packed, packed, together
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.formats import Format, format_named
 from dlprof.read.limits import MOST_LANES, MOST_RANKS, limit
 from dlprof.read.run import TRACE, Rank, Run
 from dlprof.read.sources import SOURCES, Source
+
+# The columns of frames, each once: all ranks have the same.
+_COLUMNS: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A column of texts: the place of each among the different ones, −1: missing."""
+
+    codes: NDArray[np.int32]
+    values: tuple[str, ...]
+
+    def array(self, codes: NDArray[np.int32] | None = None) -> Any:
+        """Return the texts, or those at other places, as pandas holds them."""
+        at = self.codes if codes is None else codes
+        return pd.array(np.array([*self.values, np.nan], dtype=object)[at], dtype="str")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A frame without its index."""
+
+    columns: tuple[str, ...]
+    arrays: tuple[NDArray[Any] | Texts, ...]
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.columns, self.arrays, self.rows)
+
+    def frame(self) -> pd.DataFrame:
+        """Return it as a frame."""
+        values = [a.array() if isinstance(a, Texts) else a for a in self.arrays]
+        return pd.DataFrame(dict(zip(self.columns, values, strict=True)), index=range(self.rows))
+
+
+def _made(columns: tuple[str, ...], arrays: tuple[NDArray[Any] | Texts, ...], rows: int) -> Packed:
+    return Packed(_COLUMNS.setdefault(columns, columns), arrays, rows)
+
+
+def packed(value: Any) -> Any:
+    """Return a frame of numbers and texts as arrays; anything else as it is."""
+    if not isinstance(value, pd.DataFrame) or not len(value.columns) or not value.columns.is_unique:
+        return value
+    arrays: list[NDArray[Any] | Texts] = []
+    for name in value.columns:
+        column = value[name]
+        if not isinstance(name, str):
+            return value
+        if isinstance(column.dtype, np.dtype) and column.dtype.kind in "iufb":
+            arrays.append(np.ascontiguousarray(column.to_numpy()))
+        elif column.dtype == "str":
+            codes, texts = pd.factorize(column)
+            arrays.append(Texts(codes.astype(np.int32), tuple(map(str, texts))))
+        else:
+            return value
+    return Packed(tuple(value.columns), tuple(arrays), len(value))
+
+
+def concatenated(frames: Sequence[pd.DataFrame | Packed]) -> pd.DataFrame:
+    """Return the rows of all frames, one after the other, with a new index, as pd.concat does."""
+    alike = [f for f in frames if isinstance(f, Packed)]
+    if len(alike) < len(frames) or len({(f.columns, *map(_kind, f.arrays)) for f in alike}) != 1:
+        every = [f.frame() if isinstance(f, Packed) else f for f in frames]
+        return pd.concat(every, ignore_index=True)
+    columns = zip(*(f.arrays for f in alike), strict=True)
+    return pd.DataFrame({name: _joined(parts) for name, parts in zip(alike[0].columns, columns, strict=True)})
+
+
+def _kind(array: NDArray[Any] | Texts) -> str:
+    return "str" if isinstance(array, Texts) else str(array.dtype)
+
+
+def _joined(parts: Sequence[NDArray[Any] | Texts]) -> Any:
+    """Return one column of several, all numbers of one kind or all texts."""
+    texts = [part for part in parts if isinstance(part, Texts)]
+    if not texts:
+        return np.concatenate([part for part in parts if not isinstance(part, Texts)])
+    places: dict[str, int] = {}
+    codes = []
+    for part in texts:
+        own = np.array([places.setdefault(value, len(places)) for value in part.values] + [-1], dtype=np.int32)
+        codes.append(own[part.codes])
+    return Texts(np.empty(0, dtype=np.int32), tuple(places)).array(np.concatenate(codes))
+
 
 T = TypeVar("T")
 
@@ -186,7 +276,7 @@ class Failure:
 
 Answer = Any  # the value of a measure, NotMeasured or a Failure
 FRAMES = (pd.DataFrame, Packed)
-TOGETHER = object()  # in place of a rank's frame that is part of all ranks' now
+COMBINED = object()  # in place of a rank's frame that is part of all ranks' now
 
 
 @dataclass(frozen=True)
@@ -245,7 +335,7 @@ class Measured(Job):
         # A copy, as the frames of single ranks are dropped once they are combined: many ranks have many small ones.
         self._answers = {r: dict(answer.answers) for r, answer in ranks.items()}
         self._across: dict[str, Answer] = {}
-        self._together: dict[str, Answer] = {}
+        self._combined: dict[str, Answer] = {}
 
     def call(self, function: Callable[..., T], *given: Any) -> T:
         """Call a function with `given` and what its other parameters need.
@@ -270,9 +360,9 @@ class Measured(Job):
         """
         if measure.across and measure.name not in self._across:
             self._across[measure.name] = answered(partial(call_with, measure.function, measure.needs, self._value))
-        elif not measure.across and measure.name not in self._together:
-            self._together[measure.name] = self._of_all_ranks(measure)
-        answer = (self._across if measure.across else self._together)[measure.name]
+        elif not measure.across and measure.name not in self._combined:
+            self._combined[measure.name] = self._of_all_ranks(measure)
+        answer = (self._across if measure.across else self._combined)[measure.name]
         if isinstance(answer, NotMeasured):
             raise answer
         if isinstance(answer, Failure):
@@ -290,10 +380,10 @@ class Measured(Job):
                 first = answer
         if not frames:
             return first if first is not None else NotMeasured(_NOTHING_READ)
-        whole = together(frames)
+        whole = concatenated(frames)
         whole["rank"] = np.repeat(np.array(ranks, dtype=np.int64), [len(frame) for frame in frames])
         for r in ranks:
-            self._answers[r][measure.name] = TOGETHER
+            self._answers[r][measure.name] = COMBINED
         return whole
 
     def lacking(self, measure: Measure[Any]) -> dict[int, str]:
@@ -302,7 +392,7 @@ class Measured(Job):
         return {
             r: a.text if isinstance(a, Failure) else str(a or _NOTHING_READ)
             for r, a in answers.items()
-            if a is not TOGETHER and not isinstance(a, FRAMES)
+            if a is not COMBINED and not isinstance(a, FRAMES)
         }
 
     def failures(self) -> dict[str, list[int]]:

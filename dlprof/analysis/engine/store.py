@@ -122,7 +122,7 @@ class Store:
         }
         try:
             footer["trace_facts"] = _to_json(dict(answer.trace_facts))
-            footer["answers"] = {name: _told(one) for name, one in answer.answers.items()}
+            footer["answers"] = {name: _footer_entry(one) for name, one in answer.answers.items()}
             known = {name: one for name, one in answer.answers.items() if isinstance(one, pd.DataFrame)}
             path = self.path(rank.index)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,15 +208,15 @@ def _of_user() -> Path:
         raise DlprofError("this user has no home for what is known of each rank; --cache names a folder") from None
 
 
-def find(run: Run, cache: Path | None, *, asked: bool, tell: Callable[[str], None]) -> Store | None:
-    """Return the store of a run that exists, is requested (`asked`), or is worth it; None where it is not possible."""
+def find(run: Run, cache: Path | None, *, requested: bool, tell: Callable[[str], None]) -> Store | None:
+    """Return the store of a run that exists, is `requested`, or is worth it; None where it is not possible."""
     try:
         store = open_store(run, cache)
-        if not (store.folder.is_dir() or asked or cache or is_large(run)):
+        if not (store.folder.is_dir() or requested or cache or is_large(run)):
             return None
         store.make()
     except DlprofError as e:
-        if asked or is_large(run):
+        if requested or is_large(run):
             tell(f"what is known of each rank is not kept: {e}")
         return None
     except OSError as e:
@@ -308,7 +308,7 @@ def _outdated(footer: Mapping[str, Any], stamp: str) -> str:
     return "" if footer["files"] == stamp else "their files have changed since"
 
 
-def _told(answer: Answer) -> Any:
+def _footer_entry(answer: Answer) -> Any:
     """Return what the footer says of a measure: None where it is a frame."""
     if isinstance(answer, pd.DataFrame):
         return None

@@ -1,17 +1,19 @@
-"""Which Python functions a rank and its loader workers were seen in while the step was doing what, and the time of the
-lines of those that `--lines` names.
+"""Which Python functions a rank and its loader workers were seen in while the step was doing what.
+
+By dlprof's own samples of stacks, by the profiles of other tools, and by the line for functions that `--lines` names.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import pandas as pd
 
 from dlprof import schema
-from dlprof.analysis.engine import Frame, Maybe, needs, per_rank
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, needs, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.result import Place
 from dlprof.units import percent
@@ -66,26 +68,37 @@ def hottest(stacks: Frame = needs(schema.STACKS)) -> pd.DataFrame:
     user's also those in library code that it had called. `total`: with all that it had called. `line`: the one seen
     most in `alone`. `samples`: all of the doing. Ordered by doing, own first, then by `alone` and `total`.
     """
+    seen = [*seen_doing(stacks)]
+    samples: Counter[str] = Counter()
+    for doing, _, n in seen:
+        samples[doing] += n
+    frame = _most_seen(seen)
+    return frame.assign(samples=frame["doing"].map(samples))
+
+
+_FUNCTION = ["doing", "function", "file", "line", "own", "alone", "total"]
+
+
+def _most_seen(stacks: Iterable[tuple[str, list[str], int]]) -> pd.DataFrame:
+    """Return the functions that were seen most, with the columns and in the order of `hottest`, but for its samples."""
     lines: dict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
     total: Counter[tuple[str, str, str]] = Counter()
-    samples: Counter[str] = Counter()
-    for doing, stack, n in seen_doing(stacks):
-        frames = [(f[1], f[2], int(f[3])) for f in map(FRAME.fullmatch, stack) if f is not None]
-        samples[doing] += n
-        total.update({(doing, name, file): n for name, file, _ in frames})
+    for doing, stack, n in stacks:
+        frames = frames_of(stack)
+        total.update({(doing, function, file): n for function, file, _ in frames})
         own = [frame for frame in frames if is_own(frame[1])]
-        for name, file, line in {*frames[-1:], *own[-1:]}:
-            lines[doing, name, file][line] += n
+        for function, file, line in {*frames[-1:], *own[-1:]}:
+            lines[doing, function, file][line] += n
     rows = []
-    for function, times in total.items():
-        line = lines[function].most_common(1)[0][0] if function in lines else 0
-        rows.append((*function, line, is_own(function[2]), lines[function].total(), times, samples[function[0]]))
-    columns = ["doing", "function", "file", "line", "own", "alone", "total", "samples"]
-    frame = pd.DataFrame(rows, columns=columns)
+    for key, n in total.items():
+        line = lines[key].most_common(1)[0][0] if key in lines else 0
+        rows.append((*key, line, is_own(key[2]), lines[key].total(), n))
+    frame = pd.DataFrame(rows, columns=_FUNCTION)
     by = ["place", "own", "alone", "total", "function"]
-    frame = frame.assign(place=frame["doing"].map([*DOING].index)).sort_values(by, ascending=[True, *[False] * 3, True])
-    place = frame.groupby(["doing", "own"]).cumcount()
-    return frame.loc[place < frame["own"].map({True: MOST_OWN, False: MOST_LIBRARY}), columns].reset_index(drop=True)
+    frame = frame.assign(place=frame["doing"].map(["", *DOING].index))
+    frame = frame.sort_values(by, ascending=[True, False, False, False, True])
+    nth = frame.groupby(["doing", "own"]).cumcount()
+    return frame.loc[nth < frame["own"].map({True: MOST_OWN, False: MOST_LIBRARY}), _FUNCTION].reset_index(drop=True)
 
 
 @per_rank
@@ -119,9 +132,9 @@ def tree(seen: Iterable[tuple[str, list[str], int]], whole: int) -> pd.DataFrame
     return frame.assign(own=[is_own(name.rpartition(" (")[2].rstrip(")")) for name in frame["name"]])
 
 
-def frames_of(stack: str) -> list[tuple[str, str, int]]:
+def frames_of(stack: Iterable[str]) -> list[tuple[str, str, int]]:
     """Return the frames of a stack, the outermost first: function, file, line."""
-    return [(f[1], f[2], int(f[3])) for f in map(FRAME.fullmatch, stack.split(";")) if f is not None]
+    return [(f[1], f[2], int(f[3])) for f in map(FRAME.fullmatch, stack) if f is not None]
 
 
 def of_training(stacks: pd.DataFrame) -> pd.DataFrame:
@@ -203,7 +216,7 @@ def own_lines(stacks: Frame = needs(schema.STACKS)) -> pd.DataFrame:
         if doing != "rest":
             at = next((i for i, text in enumerate(stack) if _PHASE_BEGINS.search(text)), len(stack))
             stack = stack[:at] or stack
-        frames = [(f[1], f[2], int(f[3])) for f in map(FRAME.fullmatch, stack) if f is not None]
+        frames = frames_of(stack)
         own = [i for i, frame in enumerate(frames) if is_own(frame[1])]
         if own:
             below = frames[own[-1] + 1 :]
@@ -251,3 +264,143 @@ def hottest_own(hottest: Maybe[pd.DataFrame], rank: int, *doing: str) -> str:
     while_doing = " or ".join(DOING[one] for one in doing)
     where = shown(place.function, place.file, place.line)
     return f" Of the stacks seen there ({while_doing}), {percent(place.share)} are in {where}."
+
+
+# Profiles of one rank that travel: those that were read first.
+MOST_PROFILES = 6
+
+_NO_PROFILE = "no profile of another tool was read"
+
+
+def _shown(stacks: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Return the rows of each profile that are shown: of the main thread and loader workers, where these are known."""
+    theirs = stacks[stacks["profile"] != ""]
+    if theirs.empty:
+        raise NotMeasured(_NO_PROFILE)
+    found = []
+    for name, rows in theirs.groupby("profile", observed=True, sort=False):
+        mine = rows[rows["role"].isin(("main", "worker"))]
+        found.append((str(name), mine if len(mine) else rows))
+    return found[:MOST_PROFILES]
+
+
+def _frames(stack: str) -> list[str]:
+    """Return the frames of a stack without Python's own that import a module, a dozen for each."""
+    frames = stack.split(";")
+    return [frame for frame in frames if "(<frozen importlib" not in frame] or frames
+
+
+@per_rank
+def profile_flame(stacks: Frame = needs(schema.STACKS)) -> pd.DataFrame:
+    """Return the trees of calls: profile, unit, doing, parent (its row of the profile, -1: none), name, own, samples.
+
+    `doing`: the phase of a step in PyTorch, worker, or "" in none of them.
+    """
+    parts = []
+    for name, rows in _shown(stacks):
+        doing = [role if role == "worker" else phase for role, phase in zip(rows["role"], rows["phase"], strict=True)]
+        seen = zip(doing, map(_frames, rows["stack"]), rows["samples"], strict=True)
+        made = tree(seen, int(rows["samples"].sum()))
+        parts.append(made.assign(profile=name, unit=str(rows["unit"].iloc[0])))
+    return pd.concat(parts, ignore_index=True)
+
+
+@per_rank
+def profile_functions(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
+    """Return the functions of each profile: profile, tool, unit, function, file, line, own, alone, total, of.
+
+    `alone`: in the function; in one of the user's also in library code that it had called. `total`: with all that it
+    had called. `of`: all of the profile. In its unit, the user's own first, each with the most first. `line`: the one
+    with most of `alone`.
+    """
+    parts = []
+    for name, rows in _shown(stacks):
+        frame = _most_seen(("", s.split(";"), n) for s, n in zip(rows["stack"], rows["samples"], strict=True))
+        frame = frame.drop(columns="doing")
+        facts = rank.trace_facts.get(f"profile {name}") or {}
+        whole = int(facts.get("total") or rows["samples"].sum())
+        parts.append(frame.assign(profile=name, tool=facts.get("tool", ""), unit=str(rows["unit"].iloc[0]), of=whole))
+    return pd.concat(parts, ignore_index=True)
+
+
+# Functions of a deterministic profile that travel.
+MOST_COUNTED = 40
+
+
+@per_rank
+def counted_functions(functions: Frame = needs(schema.FUNCTIONS)) -> pd.DataFrame:
+    """Return the functions of each profile that took longest by themselves: the table "functions", with `of_ns`.
+
+    `of_ns`: what all functions of the profile took. Raises NotMeasured where none was read.
+    """
+    if functions.empty:
+        raise NotMeasured(_NO_PROFILE)
+    whole = functions.groupby("profile", observed=True)["own_ns"].transform("sum")
+    rows = functions.assign(of_ns=whole).sort_values("own_ns", ascending=False, kind="stable")
+    kept = rows[rows.groupby("profile", observed=True).cumcount() < MOST_COUNTED]
+    return kept.astype({"profile": str, "function": str, "file": str}).reset_index(drop=True)
+
+
+@across_ranks
+def profile_summaries(profile_functions: Frame = needs(profile_functions)) -> pd.DataFrame:
+    """Return the function of each profile with most of it: name, tool, unit, total, function, file, line, share, own.
+
+    The user's own with most of it, where there is one; `counted`: of a deterministic profiler.
+    """
+    rows = []
+    for name, mine in profile_functions.groupby("profile", sort=False):
+        whole = float(mine.groupby("rank")["of"].first().sum())
+        by = mine.groupby(["function", "file", "own"], as_index=False).agg({"line": "first", "alone": "sum"})
+        by = by.sort_values(["own", "alone"], ascending=False, kind="stable")
+        # The top level of a user's module shows only that the script ran.
+        named = by[by["own"] & (by["function"] != "<module>") & (by["alone"] > 0)]
+        top = (named if len(named) else by.sort_values("alone", ascending=False, kind="stable")).iloc[0]
+        tool = str(mine["tool"].iloc[0])
+        rows.append(
+            {
+                "name": str(name),
+                "tool": tool,
+                "unit": str(mine["unit"].iloc[0]),
+                "total": whole,
+                **{column: top[column] for column in ("function", "file", "line")},
+                "share": float(top["alone"]) / whole if whole else 0.0,
+                "own": bool(top["own"]),
+                "counted": tool == "cProfile",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+_CALL = ["doing", "parent", "name", "samples", "own"]
+
+
+def flame_rows(
+    flame: pd.DataFrame, roots: Mapping[str, str], categories: Mapping[str, str], *, rooted: bool = True
+) -> tuple[tuple[Any, ...], ...]:
+    """Return the rows of a panel of shape flame: what was done (`roots`: doing → its name), and upon it its functions.
+
+    The widest stand first. `rooted`: whether what was done stands there as a frame.
+    """
+    seen: Counter[tuple[str, ...]] = Counter()  # by path, which begins with what was done
+    own = set()
+    for _, of_rank in flame.groupby("rank"):
+        paths: list[tuple[str, ...]] = []
+        for doing, parent, name, samples, of_user in of_rank[_CALL].itertuples(index=False):
+            above = paths[parent] if parent >= 0 else (doing,)
+            paths.append((*above, name))
+            seen[paths[-1]] += samples
+            seen[above] += samples if parent < 0 else 0
+            own |= {paths[-1]} if of_user else set()
+    place = [*roots].index
+    rows: list[tuple[int, int, int, str, str]] = []
+    begin: Counter[tuple[str, ...]] = Counter()  # where the next call on each path is drawn
+    for path in sorted(seen, key=lambda path: (len(path), place(path[0]), -seen[path])):
+        at = begin[path] = begin[path[:-1]]
+        begin[path[:-1]] += seen[path]
+        function, _, file = path[-1].rpartition(" (")
+        name, category = shown(function, file.rstrip(")")), "own" if path in own else "library"
+        if len(path) == 1:
+            name, category = roots[path[0]], categories[path[0]]
+        if rooted or len(path) > 1:
+            rows.append((len(path) - 1 - (not rooted), at, seen[path], name, category))
+    return tuple(sorted(rows)[:MOST_FRAMES])

@@ -47,7 +47,7 @@ from dlprof.analysis.input.loader import (
     pinning,
 )
 from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
-from dlprof.analysis.step.breakdown import breakdown, part, room
+from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part
 from dlprof.analysis.step.savings import own_time, saving_input
 from dlprof.analysis.timeline.stalls import pauses_in_fetch
 from dlprof.analysis.timeline.steps import mean_step_ns, step_means, step_series
@@ -128,7 +128,7 @@ def input_cost_ns(
 ) -> float:
     """Return what the job would gain without any wait for data, ns of the mean steady step."""
     gone = by_rank(input_waits, "wait_ns")
-    most = room(breakdown, ("input_wait",) if settings.on_cpu(job) else SAVES_FROM)
+    most = most_saved_ns(breakdown, ("input_wait",) if settings.on_cpu(job) else SAVES_FROM)
     return min(saving_input(step_series, own_time, gone), most)
 
 

@@ -12,7 +12,7 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.compute.peaks import PCIE_REACHED, device_of, host_link
 from dlprof.analysis.engine import RANK, Frame, RankFacts, by_rank, needs, per_rank, within_rank
-from dlprof.analysis.host.syncs import copying_waits
+from dlprof.analysis.host.waiting import copying_waits
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets, device_sets, device_work

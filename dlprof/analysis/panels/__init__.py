@@ -1,39 +1,27 @@
-"""Every picture of the report that belongs to no rule, in the order of the page: a file a subject."""
+"""Every picture of the report that belongs to no rule, in the order of the page."""
 
 from dlprof.analysis.panel import Picture
-from dlprof.analysis.panels import (
-    communication,
-    compute,
-    experts,
-    host,
-    machine,
-    memory,
-    pipeline,
-    precision,
-    source,
-    step,
-)
-from dlprof.analysis.panels import input as input_
+from dlprof.analysis.panels import communication, compute, host, machine, step
 
 PICTURES: tuple[Picture, ...] = (
     step.STEPS_PICTURE,
     step.WHOLE_JOB_PICTURE,
-    precision.PICTURE,
+    compute.LOSS_SCALE_PICTURE,
     step.TIMELINE_PICTURE,
     host.SYNCS_PICTURE,
     host.QUEUE_PICTURE,
     communication.COLLECTIVES_PICTURE,
-    experts.PICTURE,
+    communication.EXPERTS_PICTURE,
     communication.FLIGHT_RECORDER_PICTURE,
-    pipeline.PICTURE,
+    communication.PIPELINE_PICTURE,
     compute.ARITHMETIC_PICTURE,
     compute.KERNELS_PICTURE,
-    memory.MEMORY_PICTURE,
-    memory.MEMORY_SNAPSHOT_PICTURE,
-    source.PICTURE,
+    compute.MEMORY_PICTURE,
+    compute.MEMORY_SNAPSHOT_PICTURE,
+    host.LINE_SHARES_PICTURE,
     host.STACKS_PICTURE,
     host.PROFILES_PICTURE,
-    input_.PICTURE,
+    host.WORKERS_PICTURE,
     machine.GPU_LOGS_PICTURE,
     machine.SAMPLES_PICTURE,
     host.LINES_PICTURE,

@@ -1,4 +1,4 @@
-"""Panels of host, as data that the page draws."""
+"""Panels of the host: stacks and lines of Python, loader workers, queued work and waits."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ import pandas as pd
 
 from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import worst
-from dlprof.analysis.host.profiles import counted_functions, flame_rows, profile_flame, profile_functions
-from dlprof.analysis.host.queue import FULL, device_lag, queue_series, queued_waits
-from dlprof.analysis.host.stacks import DOING, flame, hottest, is_own, line_times, shown
-from dlprof.analysis.host.syncs import syncs
+from dlprof.analysis.host.stacks import (
+    DOING,
+    counted_functions,
+    flame,
+    flame_rows,
+    hottest,
+    is_own,
+    line_times,
+    profile_flame,
+    profile_functions,
+    shown,
+)
+from dlprof.analysis.host.waiting import FULL, device_lag, queue_series, queued_waits, syncs
+from dlprof.analysis.input.loader import worker_means
 from dlprof.analysis.panel import MOST_RANKS, PHASES, Picture, points, table
+from dlprof.analysis.source.line_shares import line_shares, over_ranks
 from dlprof.analysis.timeline.steps import mean_step_ns
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import BY_LINE, Panel
 from dlprof.units import duration, quantity
 
 # The most functions with lines shown, and the lines of each.
 MOST_FUNCTIONS = 8
 
-
 MOST_LINES = 50
-
 
 _FUNCTION = ["role", "function", "file"]
 
@@ -59,28 +68,20 @@ def _lines_panel(part: pd.DataFrame, ranks: int) -> Panel:
 
 LINES_PICTURE = Picture(draw_lines)
 
-
 MOST_OWN_OF_PROFILES = 12
-
 
 MOST_LIBRARY_OF_PROFILES = 6
 
-
 MOST_COUNTED = 20
-
 
 # Functions with less of the whole are left out.
 LEAST_SHARE_OF_PROFILES = 0.002
 
-
 _ELSEWHERE = {"": "in none of a step's phases"}
-
 
 _ROOTS = {**_ELSEWHERE, **{doing: name for doing, name in DOING.items() if doing != "rest"}}
 
-
 _CATEGORIES = {"": "host", **PHASES, "worker": "worker"}
-
 
 _PROFILES_COLUMNS = {
     "function": "function",
@@ -88,7 +89,6 @@ _PROFILES_COLUMNS = {
     "alone": "in it_share",
     "total": "with what it calls_share",
 }
-
 
 _COUNTED = {
     "function": "function",
@@ -134,32 +134,30 @@ def _hottest_of_profiles(name: str, functions: pd.DataFrame, whole: float) -> Pa
     rows = rows[(rows["alone"] >= LEAST_SHARE_OF_PROFILES * whole) | (rows["total"] >= LEAST_SHARE_OF_PROFILES * whole)]
     nth = rows.groupby("own").cumcount()
     rows = rows[nth < rows["own"].map({True: MOST_OWN_OF_PROFILES, False: MOST_LIBRARY_OF_PROFILES})]
-    rows = rows.assign(
-        function=[shown(*row) for row in rows[["function", "file", "line"]].itertuples(index=False)],
-        own=rows["own"].map({True: "yours", False: "library"}),
-        alone=rows["alone"] / whole,
-        total=rows["total"] / whole,
-    )
+    rows = _readable(rows.assign(alone=rows["alone"] / whole, total=rows["total"] / whole))
     note = "In it: in the function, and for yours in library code that it calls."
     return table(f"Hottest Python functions: {name}", rows, _PROFILES_COLUMNS, note=note)
 
 
 def _counted(name: str, rows: pd.DataFrame) -> Panel:
     rows = rows.head(MOST_COUNTED).assign(share=rows["own_ns"] / rows["of_ns"])
-    rows = rows.assign(
-        own=["yours" if is_own(file) else "library" for file in rows["file"]],
-        function=[shown(*row) for row in rows[["function", "file", "line"]].itertuples(index=False)],
-    )
+    rows = _readable(rows.assign(own=[is_own(file) for file in rows["file"]]))
     note = "As cProfile counted them. It slows Python functions more than built-in ones: small functions look too slow."
     return table(f"Functions: {name}", rows, _COUNTED, note=note)
 
 
-PROFILES_PICTURE = Picture(draw_profiles)
+def _readable(functions: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of functions with each as a report names it, and whose it is."""
+    return functions.assign(
+        function=[shown(*row) for row in functions[["function", "file", "line"]].itertuples(index=False)],
+        own=functions["own"].map({True: "yours", False: "library"}),
+    )
 
+
+PROFILES_PICTURE = Picture(draw_profiles)
 
 # Waits of less than this share of a step are not worth a table.
 LEAST_SHARE_OF_QUEUE = 0.01
-
 
 _QUEUE_COLUMNS = {
     "ended_by": "the wait ends with",
@@ -217,24 +215,18 @@ def queue_length(series: pd.DataFrame, lag_ns: pd.Series[float]) -> Panel:
 
 QUEUE_PICTURE = Picture(draw_queue)
 
-
 # Functions of one kind among the hottest: of the user's, of libraries.
 MOST_OWN_OF_STACKS = 6
 
-
 MOST_LIBRARY_OF_STACKS = 2
-
 
 # Seen less often than this, a function is there by chance, or does not matter.
 LEAST_SEEN = 5
 
-
 LEAST_SHARE_OF_STACKS = 0.01
-
 
 # What a frame of each kind stands on, in the colour of what the training thread was doing.
 _CATEGORY = {"rest": "host", **PHASES, "worker": "worker"}
-
 
 _STACKS_COLUMNS = {
     "doing": "while",
@@ -269,13 +261,8 @@ def _hottest_of_stacks(hottest: pd.DataFrame) -> list[Panel]:
     functions = functions[nth < functions["own"].map({True: MOST_OWN_OF_STACKS, False: MOST_LIBRARY_OF_STACKS})]
     if not len(functions):
         raise NotMeasured("too few stacks were seen")
-    functions = functions.assign(
-        doing=functions["doing"].map(DOING),
-        function=[shown(*row) for row in functions[["function", "file", "line"]].itertuples(index=False)],
-        own=functions["own"].map({True: "yours", False: "library"}),
-        alone=functions["alone"] / functions["of"],
-        total=functions["total"] / functions["of"],
-    )
+    shares = {column: functions[column] / functions["of"] for column in ("alone", "total")}
+    functions = _readable(functions.assign(doing=functions["doing"].map(DOING), **shares))
     kinds = ", ".join(f"{DOING[doing]} {samples[doing]:,}" for doing in DOING if doing in samples)
     note = (
         f"py-spy saw {samples.sum():,} stacks: {kinds}. Shares are of those of the same kind."
@@ -286,9 +273,8 @@ def _hottest_of_stacks(hottest: pd.DataFrame) -> list[Panel]:
 
 STACKS_PICTURE = Picture(draw_stacks)
 
-
 COLUMNS = {
-    "asked": "by",
+    "caller": "by",
     "call": "waits in",
     "calls": "times a step",
     "ns": "waiting a step_ns",
@@ -305,7 +291,7 @@ def draw_syncs(syncs: Frame = needs(syncs)) -> list[Panel]:
     mine = syncs[syncs["rank"] == rank]
     if mine["ns"].isna().any():
         note = "On a GPU each of these would wait until the device has caught up."
-        columns = {name: COLUMNS[name] for name in ("asked", "calls")}
+        columns = {name: COLUMNS[name] for name in ("caller", "calls")}
         return [table(f"Values read out of tensors, rank {rank}", mine, columns, note=note)]
     note = "Then idle: the device, which ran dry meanwhile, had nothing to do until the host had launched again."
     return [table(f"Waiting until the device has caught up, rank {rank}", by_python(mine), COLUMNS, note=note)]
@@ -313,7 +299,76 @@ def draw_syncs(syncs: Frame = needs(syncs)) -> list[Panel]:
 
 def by_python(waits: pd.DataFrame) -> pd.DataFrame:
     """Return rows of `syncs` with "Python" as the caller where no operator called."""
-    return waits.assign(asked=waits["asked"].replace("", "Python"))
+    return waits.assign(caller=waits["caller"].replace("", "Python"))
 
 
 SYNCS_PICTURE = Picture(draw_syncs)
+
+_WORKERS_COLUMNS = {
+    "rank": "rank",
+    "worker": "worker",
+    "batches": "batches",
+    "dur_ns": "fetch_ns",
+    "collate_ns": "of it collating_ns",
+    "cpu_ns": "CPU time_ns",
+    "delay_ns": "waiting for a core_ns",
+    "stored_bytes": "read from storage_bytes",
+    "read_bytes": "read in all_bytes",
+}
+
+# Loader workers that are shown, of all ranks.
+MOST_WORKERS = 64
+
+
+def draw_workers(worker_means: Frame = needs(worker_means)) -> list[Panel]:
+    """List what a mean batch takes each loader worker."""
+    if not (worker_means["worker"] >= 0).any():
+        raise DoesNotApply("no loader has workers")
+    note = "Means a batch in the steady steps; CPU time is the worker's whole process's."
+    if len(worker_means) > MOST_WORKERS:
+        note += f" The first {MOST_WORKERS} of {len(worker_means)} workers."
+    return [table("Loader workers: what a batch takes each", worker_means, _WORKERS_COLUMNS, MOST_WORKERS, note)]
+
+
+WORKERS_PICTURE = Picture(draw_workers)
+
+MOST_LINES_OF_PHASE = 12  # of a phase
+
+_LINE_SHARES_COLUMNS = {
+    "doing": "while",
+    "place": "line",
+    "function": "function",
+    "library": "in library code",
+    "share": "phase_share",
+    "of_all": "total_share",
+}
+
+
+def draw_line_shares(line_shares: Frame = needs(line_shares)) -> list[Panel]:
+    """Show in which lines of the user's files the training thread and the loader's workers were seen."""
+    lines = over_ranks(line_shares)
+    totals = lines.groupby("doing")["of"].first()
+    whole = {True: int(totals.get("worker", 0)), False: int(totals.drop("worker", errors="ignore").sum())}
+    lines = lines[lines["own"].astype(bool)]
+    lines = lines[lines["samples"] >= (LEAST_SHARE_OF_STACKS * lines["of"]).clip(lower=LEAST_SEEN)]
+    if not len(lines):
+        raise NotMeasured("no line of the user's was seen often enough")
+    # The phase that takes most of the thread comes first, the workers last.
+    order = lines["doing"].map(totals).mask(lines["doing"] == "worker", 0)
+    lines = lines.assign(order=order).sort_values(["order", "doing", "samples"], ascending=[False, True, False])
+    lines = lines[lines.groupby("doing").cumcount() < MOST_LINES_OF_PHASE]
+    lines = lines.assign(
+        place=lines["file"].astype(str) + ":" + lines["line"].astype(str),
+        of_all=lines["samples"] / (lines["doing"] == "worker").map(whole),
+        doing=lines["doing"].map(DOING),
+    )
+    note = (
+        f"{whole[False]:,} stacks of the training thread were seen"
+        + (f" and {whole[True]:,} of loader workers" if whole[True] else "")
+        + ". Each counts for the innermost line of your files that is in it, with what that line called."
+        " The total is that of the training thread's stacks, or of the workers'."
+    )
+    return [table("Time by line of your files", lines, _LINE_SHARES_COLUMNS, note=note)]
+
+
+LINE_SHARES_PICTURE = Picture(draw_line_shares)

@@ -10,7 +10,7 @@ from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.machine.gpus import gpu_uses
 from dlprof.analysis.machine.samples import ENOUGH, OPTIONS, sample_series
 from dlprof.analysis.panel import MOST_RANKS, Picture, points, table
-from dlprof.analysis.step.run_clock import began_ns, first_times
+from dlprof.analysis.step.whole_job import began_ns, first_times
 from dlprof.errors import DoesNotApply
 from dlprof.read.mixture import Taken
 from dlprof.result import Panel
@@ -18,13 +18,10 @@ from dlprof.units import count, few
 
 TITLE = "Files: what was read, and what was left"
 
-
 # Names of one row, and rows.
 _NAMED = 3
 
-
 _MOST = 60
-
 
 _FILES_COLUMNS = {
     "files": "files",
@@ -74,9 +71,7 @@ def _ranks(files: Iterable[Taken]) -> str:
 
 FILES_PICTURE = Picture(draw_files)
 
-
 MOST_GPUS = 64
-
 
 _GPU_LOGS_COLUMNS = {
     "source": "GPU",
@@ -106,20 +101,16 @@ def draw_gpu_logs(gpu_uses: Frame = needs(gpu_uses)) -> list[Panel]:
 
 GPU_LOGS_PICTURE = Picture(draw_gpu_logs)
 
-
 # As many points of what was sampled as a chart of this size can show.
 MOST_POINTS = 200
 
-
 _CHILDREN = "loader workers and other children"
-
 
 # Title, unit, note, and the metric of a rank's process and of the host.
 _OF_HOSTS = (
     ("Cores in use", "cores", "", "cpu_cores", "cpu_cores"),
     ("Memory in use", "bytes", "Memory that processes share counts for each.", "rss_bytes", "memory_used_bytes"),
 )
-
 
 # Title, unit, note and metric of a GPU.
 _OF_GPUS = (

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from dlprof.analysis.compare.comparison import Setting, differing
 from dlprof.analysis.compare.ladder import other_job, script_of
-from dlprof.analysis.compare.settings_diff import Setting, differing
 from dlprof.result import Result
 from dlprof.result.scale import TRANSFER, WAITING, Mode, Size
 from dlprof.units import count, few

@@ -14,6 +14,7 @@ import os
 import stat
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -36,6 +37,11 @@ class Span:
     end_line: int = 0
     column: int = 0
     end_column: int = 0
+
+    @classmethod
+    def of(cls, node: ast.expr) -> Span:
+        """Return where a node stands."""
+        return cls(node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0)
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,6 @@ def check_name(file: str) -> None:
 # followed back to its origin.
 _OPTIMIZERS = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 
-
 CALLEES: Mapping[str, frozenset[str]] = {
     "loader": frozenset(("DataLoader", "StatefulDataLoader")),
     "ddp": frozenset(("DistributedDataParallel",)),
@@ -128,12 +133,10 @@ CALLEES: Mapping[str, frozenset[str]] = {
     "arguments": frozenset(("TrainingArguments", "Seq2SeqTrainingArguments")),  # of transformers
 }
 
-
 # Settings that are often given without their name: the place among the arguments.
 _POSITIONS = {"batch_size": 1, "num_threads": 0}
 # The number of leading positional arguments that no change sets otherwise.
 _BY_POSITION = {"loader": 5, "ddp": 4, "fsdp": 1, "optimizer": 2, "compile": 1, "copy": 1, "threads": 1, "arguments": 1}
-
 
 TRAINER = "dataloader_"  # before the settings of loaders, in transformers' TrainingArguments
 
@@ -289,8 +292,21 @@ def parsed(text: bytes) -> ast.Module:
         raise NotEditable("it cannot be parsed") from None
 
 
+def nodes_of_line(source: str) -> list[ast.AST]:
+    """Return the syntax of a line, also of one that opens a block; []: it cannot be parsed by itself."""
+    for text in (source, f"{source} pass"):
+        with suppress(SyntaxError, ValueError):
+            return [*ast.walk(ast.parse(text))]
+    return []
+
+
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def call_at(tree: ast.Module, span: Span) -> ast.Call | None:
+    """Return the call that stands exactly there; None: there is none."""
+    return next((call for call in _calls(tree) if Span.of(call) == span), None)
 
 
 def find(tree: ast.Module, span: Span, kind: str) -> ast.Call:
@@ -301,11 +317,10 @@ def find(tree: ast.Module, span: Span, kind: str) -> ast.Call:
         return _name(call.func, names) in CALLEES.get(kind, frozenset())
 
     if span.end_line:
-        at = (span.line, span.end_line, span.column, span.end_column)
-        found = [c for c in _calls(tree) if (c.lineno, c.end_lineno, c.col_offset, c.end_col_offset) == at]
-        if not found or not is_one(found[0]):
+        call = call_at(tree, span)
+        if call is None or not is_one(call):
             raise NotEditable("there is no such call on that line")
-        return found[0]
+        return call
     found = [c for c in _calls(tree) if c.lineno <= span.line <= (c.end_lineno or 0) and is_one(c)]
     if len(found) != 1:
         raise NotEditable(
@@ -326,14 +341,19 @@ def _origins(tree: ast.Module) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom):
             origins.update({alias.asname: alias.name for alias in node.names if alias.asname})
         elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
-            last = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+            last = last_word(node.value)
             origins.update({target.id: last for target in node.targets if isinstance(target, ast.Name)})
     return origins
 
 
+def last_word(node: ast.AST) -> str:
+    """Return a variable's name, or that of the last attribute; "": it has none."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
 def _name(callee: ast.expr, origins: Mapping[str, str]) -> str:
     """Return the last word of a callee's name, followed through aliases."""
-    name = callee.id if isinstance(callee, ast.Name) else callee.attr if isinstance(callee, ast.Attribute) else ""
+    name = last_word(callee)
     for _ in range(8):
         if isinstance(callee, ast.Attribute) or origins.get(name, name) == name:
             break

@@ -1,8 +1,7 @@
-"""Which lines of the user's files py-spy saw, by what the step was doing.
+"""The lines of the user's files: which py-spy saw, by what the step was doing, and what those between the phases take.
 
-Which line of the script calls which operators, as counted in the one step whose operators the recorder sees.
-
-The calls of the user's that ranks recorded.
+Which line of the script calls which operators, as counted in the one step whose operators the recorder sees. The calls
+of the user's that ranks recorded.
 """
 
 from __future__ import annotations
@@ -18,10 +17,12 @@ import pandas as pd
 
 from dlprof import schema
 from dlprof.analysis import idioms
-from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, needs, per_rank
+from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.estimate import UNKNOWN
-from dlprof.analysis.host.stacks import FRAME, LEAST_SAMPLES, NOTABLE_SHARE, PLACE, is_own, seen_doing, shown
+from dlprof.analysis.host.stacks import FRAME, LEAST_SAMPLES, NOTABLE_SHARE, PLACE, is_own, own_lines, seen_doing, shown
 from dlprof.analysis.source.patches import Call, calls_of
+from dlprof.analysis.timeline.stalls import periodic, stall_means
+from dlprof.analysis.timeline.steps import phases_of_step
 from dlprof.errors import NotMeasured
 from dlprof.result import Place
 from dlprof.units import short
@@ -313,3 +314,38 @@ def busiest(facts: Mapping[str, Any], phase: str, after: str, names: Collection[
 def call_sites(job: Job = needs(JOB)) -> list[Call]:
     """Return the calls of the script that were recorded, each once over all ranks; none of foreign traces."""
     return calls_of(job.facts[rank] for rank in job.ranks)
+
+
+@across_ranks
+def lines_between(
+    own_lines: Frame = needs(own_lines),
+    phases_of_step: Frame = needs(phases_of_step),
+    stall_means: Maybe[Frame] = maybe(stall_means),
+    periodic: Maybe[Frame] = maybe(periodic),
+    call_sites: Maybe[list[Call]] = maybe(call_sites),
+) -> pd.DataFrame:
+    """Return what the script's lines between the phases take of the mean steady step: rank, function, file, line, ns.
+
+    The stacks say how the time divides, the step log how much it is, without stalls and what comes every n-th step.
+    `noise_ns` is the error of the share of so few samples. Lines of a loss, also of one that the script writes out, or
+    of setting gradients to zero are left out. Raises NotMeasured where too few stacks were seen between the phases.
+    """
+    lines = own_lines[(own_lines["doing"] == "rest") & ~own_lines["trains"].astype(bool)]
+    if not len(lines) or lines["samples"].max() < LEAST_SAMPLES:
+        raise NotMeasured("too few stacks were seen between the phases of the steps")
+    losses = [call for call in call_sites.or_none() or () if call.kind == "loss"]
+    places = zip(lines["file"].astype(str), lines["line"], strict=True)
+    lines = lines[[not any(is_at(call, file, line) for call in losses) for file, line in places]]
+    rest = phases_of_step[phases_of_step["phase"] == "rest"].set_index("rank")["ns"]
+    for known, column in ((stall_means.or_none(), "mean_ns"), (periodic.or_none(), "cost_ns")):
+        if known is not None and len(known):
+            rest = rest - known.groupby("rank")[column].sum().reindex(rest.index).fillna(0.0)
+    share = lines["seen"] / lines["samples"]
+    of = lines["rank"].map(rest.clip(lower=0.0)).astype(float)
+    noise = np.sqrt(share * (1 - share) / lines["samples"]) * of
+    return lines.assign(ns=share * of, noise_ns=noise)[["rank", "function", "file", "line", "ns", "noise_ns"]]
+
+
+def is_at(call: Call, file: str, line: int) -> bool:
+    """Return whether a recorded call, whose file may be named from the script's folder, is on a line."""
+    return call.line <= line <= max(call.span.end_line, call.line) and file.endswith(call.file)

@@ -1,6 +1,8 @@
-"""Follows the argument of a call back to where its value stands.
+"""Follows the argument of a call back to where its value stands, and sets it there.
 
-That is a literal in a source, a key of a file of configuration, or a word in the line of a shell that starts the job.
+That is a literal in a source, a key of a file of configuration (YAML, JSON, TOML), or a word in the line of a shell
+that starts the job. A text is edited, and never written anew. It is parsed before and after: only the one value may be
+another.
 
 A variable is followed through its scope: assignments, parameters, imports. An attribute or key may be set wherever one
 of that name is set, whatever the object. Of all the places that are found, exactly one must have the recorded value.
@@ -9,15 +11,146 @@ of that name is set, whatever the object. Of all the places that are found, exac
 from __future__ import annotations
 
 import ast
+import json
+import re
+import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from dlprof.analysis.source import edits
-from dlprof.analysis.source.configuration import Change, in_shell, key_changed, keys_of, mentions
-from dlprof.analysis.source.edits import Call, Lines, NotEditable, Value, given_value, is_literal
+from dlprof.analysis.source.edits import Call, Lines, NotEditable, Recorded, Value, given_value, is_literal, last_word
+
+_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+_MOST_PLACES = 16
+
+
+@dataclass(frozen=True)
+class Change:
+    """Bytes of a file that others replace; `line`: of the file, from 1."""
+
+    file: str
+    begin: int
+    end: int
+    new: bytes
+    line: int
+
+
+def mentions(job: Recorded, key: str, names: Iterable[str] = ()) -> bool:
+    """Return whether the command line may give an option of that key or those names, or a key as Hydra takes it."""
+
+    def bare(name: str) -> str:
+        return name.lstrip("+~-").replace("-", "").replace("_", "").lower()
+
+    letters = {name[1] for name in names if len(name) == 2}
+    long = {bare(key), *(bare(name) for name in names if len(name) > 2)}
+    for word in job.argv[1:]:
+        name, equals, _ = word.partition("=")
+        last = bare(re.split(r"[.:/]", name)[-1]).removeprefix("no")
+        # argparse takes the begin of a name, and several letters together.
+        begins = name.startswith("--") and last and any(one.startswith(last) for one in long)
+        lettered = name.startswith("-") and not name.startswith("--") and not letters.isdisjoint(name)
+        if begins or lettered or (last in long and (equals or name.startswith("-"))):
+            return True
+    return False
+
+
+def keys_of(job: Recorded, name: str) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """Return where the files that the script opened have a key of that name: file, keys that lead there, value."""
+    files = [file for file in job.files if file.endswith(_SUFFIXES)]
+    found = []
+    for file in files:
+        try:
+            tree = _tree(file, text) if name.encode() in (text := job.read(file)) else {}
+        except NotEditable as e:
+            raise NotEditable(f"{file}: {e}") from None
+        for keys, value in _items(tree):
+            is_plain = value is None or isinstance(value, (bool, int, float, str))
+            found += [(file, keys, value if is_plain else repr(value))] if keys[-1] == name else []
+    return found
+
+
+@lru_cache(maxsize=64)
+def _tree(file: str, text: bytes) -> Any:
+    """Return what a file holds; raise NotEditable where it cannot be parsed here."""
+    try:
+        if file.endswith(".json"):
+            return json.loads(text)
+        if file.endswith(".toml"):
+            return import_module("tomllib").loads(text.decode())
+        yaml = import_module("yaml")
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise NotEditable("aliases are not followed")
+        return yaml.safe_load(text)
+    except NotEditable:
+        raise
+    except ImportError as e:
+        raise NotEditable(f"{e.name} is not installed beside dlprof") from None
+    except Exception:  # noqa: BLE001 - of three parsers, on any text
+        raise NotEditable("it cannot be parsed") from None
+
+
+def _items(tree: Any, inside: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the keys that lead to each value, and the value."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield (*inside, key), value
+        yield from _items(value, (*inside, key))
+
+
+def key_changed(job: Recorded, file: str, keys: tuple[Any, ...], wanted: Value) -> Change:
+    """Return the change of the value of a key; raise NotEditable where it cannot be told in the text."""
+    text = job.read(file)
+    before = dict(_items(_tree(file, text)))
+    after = {
+        path: repr(wanted if path == keys else value)
+        for path, value in before.items()
+        if path != keys[: len(path)] or path == keys
+    }
+    pattern = rf"""(?<![\w-])["']?{re.escape(keys[-1])}["']?\s*[:=]\s*([^\s,\]}}#]+)"""
+    found = []
+    for match in [*re.finditer(pattern.encode(), text)][:_MOST_PLACES]:
+        begin, end = match.span(1)
+        change = Change(file, begin, end, json.dumps(wanted).encode(), text.count(b"\n", 0, begin) + 1)
+        try:
+            made = _tree(file, text[:begin] + change.new + text[end:])
+        except NotEditable:
+            continue
+        # As text: True is 1 for Python.
+        got = {path: repr(value) for path, value in _items(made) if path != keys[: len(path)] or path == keys}
+        found += [change] if got == after else []
+    if len(found) != 1:
+        raise NotEditable(f"{keys[-1]} is written in a way that is not edited in {file}")
+    return found[0]
+
+
+def in_shell(job: Recorded, names: Sequence[str], known: Value, wanted: Value) -> Change:
+    """Return the change of an option's value in the one line of a Makefile or script that starts the job with it."""
+    options = {word.partition("=")[0] for word in job.argv[1:] if word.startswith("-")}
+    script = re.escape(Path(job.argv[0]).stem if job.argv else "")
+    pattern = rf"(?<![\w./-])(?:{'|'.join(map(re.escape, names))})[ =]+({re.escape(str(known))})(?![\w.])"
+    found = []
+    for file in job.files if script and names else ():
+        try:
+            text = "" if file.endswith((*_SUFFIXES, ".py")) else job.read(file).decode()
+            # A line goes on after a backslash.
+            for line in re.finditer(r"(?:[^\n\\]|\\[\s\S])+", text):
+                words = shlex.split(line[0].replace("\\\n", " "), comments=True)
+                starts = any(re.search(rf"(^|[/.]){script}(\.py)?$", word) for word in words)
+                if starts and options <= {word.partition("=")[0] for word in words}:
+                    for match in re.finditer(pattern, line[0]):
+                        begin = len(text[: line.start() + match.start(1)].encode())
+                        at = text.count("\n", 0, line.start() + match.start(1)) + 1
+                        found.append(Change(file, begin, begin + len(match[1].encode()), str(wanted).encode(), at))
+        except (NotEditable, ValueError):  # noqa: PERF203 - not as it was, or written in another way
+            continue
+    if len(found) != 1:
+        raise NotEditable("the command line gives it")
+    return found[0]
+
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _MOST_NAMES = 16
@@ -197,8 +330,7 @@ class Origins:
         if len(names) > _MOST_NAMES:
             raise Computed("it leads too far")
         yield from (Found(key, file, value, keys=keys) for file, keys, value in keys_of(self._job, key))
-        rows = [row for row in self._job.options if row.get("dest") == key]
-        added = [(f, call) for f, s in self._sources.items() for call in s.calls["add_argument"] if _dest(call) == key]
+        rows, added = self._options(key)
         is_given = bool(rows or added) and mentions(self._job, key, self._names(key))
         if is_given:
             yield Found(key)
@@ -293,9 +425,13 @@ class Origins:
 
     def _names(self, key: str) -> list[str]:
         """Return what the option of a key is called on the command line."""
-        calls = [call for source in self._sources.values() for call in source.calls["add_argument"]]
-        rows = [str(row["name"]) for row in self._job.options if row.get("dest") == key]
-        return rows + [text for call in calls if _dest(call) == key for text in _texts(call)]
+        rows, added = self._options(key)
+        return [str(row["name"]) for row in rows] + [text for _, call in added for text in _texts(call)]
+
+    def _options(self, key: str) -> tuple[list[Mapping[str, Any]], list[tuple[str, ast.Call]]]:
+        """Return the options that give a key: as recorded, and the calls that add them, with their files."""
+        added = [(f, call) for f, s in self._sources.items() for call in s.calls["add_argument"] if _dest(call) == key]
+        return [row for row in self._job.options if row.get("dest") == key], added
 
     def _classes(self, name: str) -> list[ast.ClassDef]:
         return [one for each in self._sources.values() for one in each.defined[name] if isinstance(one, ast.ClassDef)]
@@ -355,14 +491,9 @@ def of_trainer(call: Call, settings: Mapping[str, Value]) -> tuple[Call, dict[st
     found = replace(call, kind="arguments", via="", values=values, line=0)
     if made:
         ((file, node),) = made
-        place = edits.Span(node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0)
-        found = replace(found, file=file, digest=call.job.files[file], line=node.lineno, span=place)
+        digest = call.job.files[file]
+        found = replace(found, file=file, digest=digest, line=node.lineno, span=edits.Span.of(node))
     return found, named
-
-
-def last_word(node: ast.AST) -> str:
-    """Return a variable's name, or that of the last attribute; "": it has none."""
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def _texts(call: ast.Call) -> list[str]:

@@ -15,8 +15,7 @@ from typing import Any
 
 from dlprof import redaction
 from dlprof.analysis.settings import buffers_argument, version_of
-from dlprof.analysis.source import blocks, formats
-from dlprof.analysis.source.configuration import Change
+from dlprof.analysis.source import insertions
 from dlprof.analysis.source.edits import (
     Call,
     Lines,
@@ -24,6 +23,7 @@ from dlprof.analysis.source.edits import (
     Recorded,
     Span,
     Value,
+    call_at,
     check_name,
     edited,
     find,
@@ -34,7 +34,7 @@ from dlprof.analysis.source.edits import (
     utf8,
     with_others,
 )
-from dlprof.analysis.source.origins import Origins, of_trainer
+from dlprof.analysis.source.origins import Change, Origins, of_trainer
 from dlprof.analysis.source.rewrites import rewritten
 from dlprof.overrides import named
 from dlprof.result import is_line
@@ -143,9 +143,9 @@ def _call(row: Any, directory: str, job: Recorded) -> Call | None:
 def sites(calls: Sequence[Call], wanted: Wanted) -> list[Call]:
     """Return the calls that such settings stand in, or belong to."""
     if wanted.kind == "format":
-        return formats.sites(calls)
+        return insertions.sites(calls)
     if wanted.kind == "autocast":
-        return [*(blocks.pair(calls) or ())[:1]]
+        return [*(insertions.pair(calls) or ())[:1]]
     if wanted.kind == "code" and calls:
         return [_of_line(calls[0].job, setting) for setting in wanted.settings]
     found = [call for call in calls if call.kind == wanted.kind]
@@ -246,10 +246,10 @@ class _Sources:
             made = [rewritten(text, call.file, call.line, str(settings[f"{call.file}:{call.line}"]))]
         elif "memory_format" in settings:
             made = [_appended(call, text)]
-        elif both := blocks.pair(self._calls) if "autocast" in settings or "autocast_dtype" in settings else None:
+        elif both := insertions.pair(self._calls) if "autocast" in settings or "autocast_dtype" in settings else None:
             if not {*settings.values()} <= {"bf16", "bfloat16"} or not call.job.device:
                 raise NotEditable("only autocast to bfloat16 is an edit: float16 needs a GradScaler, too")
-            made = blocks.autocast(*both, text)
+            made = insertions.autocast(*both, text)
         if made:
             edits.update(((one.begin, one.end), one) for one in made)
             _after(text, edits)
@@ -304,12 +304,10 @@ class _Sources:
 
 
 def _appended(call: Call, text: bytes) -> Change:
-    """Return the edit that lays out the model, or its images, in a call: see formats.py."""
-    at = (call.span.line, call.span.end_line, call.span.column, call.span.end_column)
-    calls = (node for node in ast.walk(parsed(utf8(text))) if isinstance(node, ast.Call))
-    node = next((c for c in calls if (c.lineno, c.end_lineno, c.col_offset, c.end_col_offset) == at), None)
-    given = None if node is None else formats.target(call, node)
-    name = formats.format_of(call)
+    """Return the edit that lays out the model, or its images, in a call: see insertions.py."""
+    node = call_at(parsed(utf8(text)), call.span)
+    given = None if node is None else insertions.target(call, node)
+    name = insertions.format_of(call)
     if given is None or not name:
         raise NotEditable("there is no such call on that line")
     end = Lines(text).span(given)[1]

@@ -16,8 +16,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from dlprof.analysis.source.configuration import Change
 from dlprof.analysis.source.edits import Lines, NotEditable, parsed, utf8
+from dlprof.analysis.source.origins import Change
 
 
 @dataclass(frozen=True)
@@ -330,14 +330,10 @@ def _checked(lines: Lines, tree: ast.Module, node: ast.stmt | ast.expr, new: ast
         after = ast.dump(ast.parse(lines.replaced(begin, end, code)))
     except SyntaxError:
         after = ""
-    if after != ast.dump(_Swapped(node, new).visit(_around_same(tree, node))):
+    around = deepcopy(tree, {id(node): node})  # a copy that holds the same node
+    if after != ast.dump(_Swapped(node, new).visit(around)):
         raise NotEditable("it is written in a way that is not edited")
     return Change(file, begin, end, code, node.lineno)
-
-
-def _around_same(tree: ast.Module, node: ast.AST) -> ast.Module:
-    """Return a copy of a tree that holds the same node."""
-    return deepcopy(tree, {id(node): node})
 
 
 class _Swapped(ast.NodeTransformer):

@@ -1,5 +1,5 @@
-"""The places of a finding: the related calls and the lines seen in its phases, in the user's files, and the modules of
-the model.
+"""The places of a finding: the related calls and the lines seen in its phases, in the user's files, the modules of the
+model, and the script's own options that do what a change does: a better remedy than an edit.
 
 Calls and phases come from tables: CONCERNS by rule; for other rules _PHASES, by the category of the rule's saving. The
 modules are those of the spans that the finding is about (CONCERNED).
@@ -7,6 +7,7 @@ modules are those of the spans that the finding is about (CONCERNED).
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,16 +25,16 @@ from dlprof.analysis.compute.cpu_work import is_product
 from dlprof.analysis.compute.kernels import kernels
 from dlprof.analysis.compute.operators import operator_work
 from dlprof.analysis.compute.products import misaligned_sizes
-from dlprof.analysis.engine import Frame, Maybe, maybe, needs, per_rank, within_rank
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank, within_rank
 from dlprof.analysis.host.gaps import host_gaps
 from dlprof.analysis.host.stacks import DOING, LEAST_SAMPLES
-from dlprof.analysis.host.syncs import sync_waits
+from dlprof.analysis.host.waiting import sync_waits
 from dlprof.analysis.idioms import IDIOMS
 from dlprof.analysis.modules.frames import Frames, module_frames, module_rows
 from dlprof.analysis.modules.tree import around_of, built, inclusive
 from dlprof.analysis.modules.work import OUTSIDE, traced_exchanges
+from dlprof.analysis.source.edits import nodes_of_line
 from dlprof.analysis.source.line_shares import call_sites, line_shares, over_ranks
-from dlprof.analysis.source.options import Option, options, with_option
 from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites
 from dlprof.analysis.source.rewrites import REWRITES
 from dlprof.analysis.step.partition import exposed_communication
@@ -46,6 +47,82 @@ from dlprof.overrides import changes_numbers as numeric
 from dlprof.overrides import named
 from dlprof.result import Change, Outcome, Place, Setting
 from dlprof.result.figures import InModule
+
+# What options are called, without dashes and underscores, besides the setting's own name if that has several words.
+_NAMES: Mapping[str, str] = {
+    "autocast_enabled": "amp autocast mixedprecision automixedprecision fp16 bf16 half",
+    "compile": "compile torchcompile compilemodel",
+    "mode": "compilemode torchcompilemode compile torchcompile compilemodel",
+    "memory_format": "channelslast nhwc",
+    "num_workers": "workers nworkers ncpu dataworkers loaderworkers workerspergpu dataloadernumworkers",
+    "persistent_workers": "dataloaderpersistentworkers",
+    "pin_memory": "pinmem dataloaderpinmemory",
+    "prefetch_factor": "prefetch dataloaderprefetchfactor",
+    "fused": "fused fusedadam fusedoptimizer fusedoptim",
+}
+_OF_TYPE = {"fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of the script's command line; `switch`: it takes no value; `on`: it is given, or so by default."""
+
+    name: str
+    dest: str
+    switch: bool = False
+    on: bool = False
+
+
+@across_ranks
+def options(job: Job = needs(JOB)) -> list[Option]:
+    """Return the options that the script of the first rank has; none where argparse did not read its command line."""
+    rows = (job.facts[job.ranks[0]].get("options") or ()) if job.ranks else ()
+    known = (row for row in rows if row.get("name") and row.get("dest"))
+    return [Option(row["name"], row["dest"], bool(row.get("switch")), bool(row.get("on"))) for row in known]
+
+
+def with_option(change: Change, calls: Sequence[Call], options: Sequence[Option], *settings: Setting) -> Change:
+    """Return a change with the options of the script that do the same named first.
+
+    `calls`: those that take its settings; `settings`: what it does, if it does not say so itself.
+    """
+    kind = next((str(s.to) for s in change.settings if s.name == "autocast_dtype"), "")
+    sure: list[str] = []
+    looks: list[str] = []
+    for setting in settings or change.settings:
+        known = _known(setting.name, calls, options)
+        option = known or _alike(setting.name, options, kind)
+        if option is not None and not option.on and not (option.switch and setting.to in (False, 0)):
+            is_number = type(setting.to) in (int, float)
+            value = "" if option.switch else f" {setting.to}" if is_number else " …"
+            (sure if known else looks).append(f"`{option.name}{value}`")
+    has = [f"for it: {' '.join(sure)}"] if sure else []
+    has += [f"that looks like it: {' '.join(looks)}"] if looks else []
+    said = f"the script has an option {', and one '.join(has)}; else "
+    return replace(change, text=said + change.text) if has else change
+
+
+def _known(setting: str, calls: Sequence[Call], options: Sequence[Option]) -> Option | None:
+    """Return the option whose value is the setting's in all of the calls: `num_workers=args.workers`."""
+    of_calls = {_given(call.source, setting) for call in calls}
+    return next((option for option in options if of_calls == {option.dest}), None)
+
+
+def _given(source: str, setting: str) -> str:
+    """Return the attribute that is given as a keyword in a line; "": none is."""
+    given = [n.value for n in nodes_of_line(source) if isinstance(n, ast.keyword) and n.arg == setting]
+    return given[0].attr if len(given) == 1 and isinstance(given[0], ast.Attribute) else ""
+
+
+def _alike(setting: str, options: Sequence[Option], kind: str) -> Option | None:
+    words = [*([setting.replace("_", "")] if "_" in setting else []), *_NAMES.get(setting, "").split()]
+    of = {_bare(option.name): option for option in reversed(options)}
+    return next((of[word] for word in words if word in of and _OF_TYPE.get(word, kind) == kind), None)
+
+
+def _bare(name: str) -> str:
+    return name.strip("-").replace("-", "").replace("_", "").lower().removeprefix("use").removeprefix("enable")
+
 
 # The most calls of a kind and the most lines that a finding names, and the least share of the stacks of such a line.
 # With LEAST_SAMPLES × 8 stacks, the sampling error of a share of a twentieth is a third of it.
@@ -75,13 +152,15 @@ _EACH_TIME, _FEW = ("synchronize", "empty_cache"), 4
 
 _LOADER = ("loader", "iteration")
 _GRADIENTS = Concern(("ddp", "fsdp"), ("backward",))
+# Rules that name their lines themselves, or are of no line.
+_OF_NO_LINE = """busy_thread costly_line gc_pauses idle_cores job_failed memory_growth slow_start stalled_steps
+thread_oversubscription throttled_clock"""
 CONCERNS: Mapping[str, Concern] = {
+    **dict.fromkeys(_OF_NO_LINE.split(), Concern()),
     "anomaly_mode": Concern(("anomaly", "backward")),
     "blocking_copy": Concern(("copy",)),
-    "busy_thread": Concern((), ()),
     "checkpoint_stall": Concern(("save",)),
     "copied_memory": Concern(("loader",)),
-    "costly_line": Concern((), ()),
     "data_parallel": Concern(("data_parallel",), ("forward",)),
     "expert_imbalance": Concern(("forward",)),
     "device_allocations": Concern(("empty_cache",), ("rest",), called="empty_cache"),
@@ -89,20 +168,15 @@ CONCERNS: Mapping[str, Concern] = {
     "exposed_communication": _GRADIENTS,
     "exposed_copy": Concern(("copy", "loader")),
     "fp32_matmul": Concern(("autocast", "forward"), ("forward",)),
-    "gc_pauses": Concern(),
     "growing_cat": Concern(("cat",)),
     "growing_steps": Concern((), ("rest", "backward", "forward")),
     "host_bound": Concern(("compile", "forward"), ("forward", "rest")),
     "host_embedding": Concern(("embedding", "copy")),
     "host_sync": Concern(("synchronize", "sync"), ("rest",), called="synchronize"),
-    "idle_cores": Concern(),
-    "job_failed": Concern((), ()),
-    "slow_start": Concern((), ()),
     "dense_gradient": Concern(("embedding", "backward"), ("backward",)),
     "unused_gradients": Concern(("backward", "optimizer"), ("backward",)),
     "input_wait": Concern(_LOADER, ("worker", "fetch")),
     "memory_format": Concern(("model", "forward")),
-    "memory_growth": Concern((), ()),
     "memory_headroom": Concern(("loader", "forward")),
     "needless_workers": Concern(("loader",)),
     "parameter_loop": Concern((), ("rest",)),
@@ -120,11 +194,8 @@ CONCERNS: Mapping[str, Concern] = {
     "slow_link": _GRADIENTS,
     "slow_worker_batches": Concern(("loader",), ("worker",)),
     "small_collectives": _GRADIENTS,
-    "stalled_steps": Concern((), ()),
     "step_python": Concern((), ("rest",)),
     "straggler": Concern((), ("worker", "fetch", "rest", "forward")),
-    "thread_oversubscription": Concern(),
-    "throttled_clock": Concern(),
     "unequal_lengths": Concern(("loader",)),
     "unfused_activation": Concern(("forward",), ("forward",)),
     "unfused_attention": Concern(("softmax", "forward"), ("forward",)),
@@ -327,7 +398,7 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     return replace(outcome, where=tuple(where), changes=changes, modules=modules)
 
 
-def told_once(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def each_line_once(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Return the outcomes, the largest first. If several name the same line, only the largest keeps it."""
     shown: set[tuple[str, int, str]] = set()
     found = []
@@ -428,7 +499,6 @@ def _located(change: Change, calls: Sequence[Call], role: str, options: Sequence
 # The most modules of a finding that a rank passes on, and the most that are named.
 MOST_OF_RANK, MOST_NAMED = 60, 6
 
-
 # A module is replaced by its inner modules if those with at least LEAST_MODULE_SHARE of the finding add up to this
 # share of the module's part.
 LEAST_MODULE_SHARE, INSIDE_SHARE = 0.1, 0.8
@@ -485,7 +555,6 @@ CONCERNED: Mapping[str, str] = {
     "unfused_loss": "losses",
     "unfused_norm": "norms",
 }
-
 
 Rows = tuple[NDArray[np.int64], NDArray[np.float64]]  # of the spans, and ns of each
 

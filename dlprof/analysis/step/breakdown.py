@@ -19,19 +19,22 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, by_rank, maybe, needs, per_rank, within_rank
+from dlprof.analysis.input.loader import in_steady, training_fetches
 from dlprof.analysis.pipeline.chunks import outside_chunks_ns, pipeline
-from dlprof.analysis.step.blocked import blocked
 from dlprof.analysis.step.partition import BUBBLE, host_phases, partition
 from dlprof.analysis.timeline.device import has_device
 from dlprof.analysis.timeline.host import training_lane
 from dlprof.analysis.timeline.stalls import KINDS, PERIODIC, Pattern, by_phase, patterns, periodic_phases, stall_means
 from dlprof.analysis.timeline.steady import (
+    ENOUGH,
     STRETCHES,
     device_type,
     error_in_turn,
     in_turn,
+    light_steps,
     on_device_clock,
     standard_error,
     steady_steps,
@@ -40,6 +43,73 @@ from dlprof.analysis.timeline.steady import (
 from dlprof.analysis.timeline.steps import PHASES, Timing, timing
 from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES
+
+
+@within_rank
+def steady_usage(loading: Frame = needs(schema.LOADING), light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
+    """Return the rows of `loading` of what a rank's process used of its cores within steady steps."""
+    usage = loading[(loading["kind"] == "usage") & (loading["delay_ns"] >= 0)]
+    begin, took = usage["start_ns"].to_numpy(), usage["dur_ns"].to_numpy()
+    return usage[in_steady(light_steps, begin) & in_steady(light_steps, begin + took - 1)]
+
+
+@within_rank
+def alone_usage(steady_usage: Maybe[Frame] = maybe(steady_usage), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
+    """Return the same for a rank on which only the training thread computes; raise NotMeasured for any other.
+
+    On other ranks, standing still may not mean waiting for ranks: the thread waits for its helper threads or for the
+    GPU, and backends other than gloo keep it busy while they wait.
+    """
+    gloo = "gloo" in str(rank.facts.get("backend") or rank.trace_facts.get("backend"))
+    alone = device_type(rank) == "cpu" and (rank.facts.get("cpu") or {}).get("torch_threads") == 1
+    usage = steady_usage.get() if gloo and alone and steady_usage else None
+    usage = None if usage is None else usage[usage["thread_ns"] >= 0]
+    if usage is None or len(usage) < ENOUGH:
+        raise NotMeasured("what the ranks' threads use of their cores was not recorded, or does not tell what they do")
+    return usage
+
+
+@within_rank
+def blocked(
+    alone_usage: Maybe[Frame] = maybe(alone_usage), timing: Timing = needs(timing)
+) -> tuple[float, float] | None:
+    """Return the time in which the training thread neither ran nor was ready to, and its standard error, ns a step.
+
+    That it waits for another rank, its loader, or a disk. None: not known.
+    """
+    usage = alone_usage.or_none()
+    if usage is None:
+        return None
+    idle = (usage["dur_ns"] - usage["thread_ns"] - usage["delay_ns"]).clip(lower=0)
+    noise = standard_error((idle / usage["dur_ns"].clip(lower=1)).to_numpy(dtype=float))
+    return float(idle.sum() / usage["dur_ns"].sum()) * timing.step_ns, noise * timing.step_ns
+
+
+@per_rank
+def contention(
+    alone_usage: Frame = needs(alone_usage),
+    timing: Timing = needs(timing),
+    loading: Frame = needs(schema.LOADING),
+    training_fetches: Maybe[Frame] = maybe(training_fetches),
+    steady_steps: Frame = needs(steady_steps),
+) -> pd.DataFrame:
+    """Return one row of what else than its training thread computes in a rank's mean steady step, ns.
+
+    delay_ns: that thread is ready and has no core. others_ns: the CPU time of the process's other threads, which
+    exchange, as there is one that computes. loader_ns: that of the training loader's workers.
+    Raises NotMeasured where the kernel did not count it, or what the workers use was not recorded.
+    """
+    columns = ["delay_ns", "thread_ns", "cpu_ns"]
+    delay, thread, cpu = (alone_usage[columns].sum() / alone_usage["dur_ns"].sum() * timing.step_ns).tolist()
+    loader = 0.0
+    if (loading["workers"].astype(str) != "").any():
+        fetches = training_fetches.get()
+        mine = fetches[(fetches["worker"] >= 0) & (fetches["cpu_ns"] >= 0)]
+        if not len(mine):
+            raise NotMeasured("what the loader's workers use of the cores was not recorded")
+        loader = mine["cpu_ns"].sum() / mine["count"].sum() * steady_steps["fetches"].clip(lower=0).mean()
+    return pd.DataFrame([{"delay_ns": delay, "others_ns": max(cpu - thread, 0.0), "loader_ns": loader}])
+
 
 # Device work takes the same time whether or not a profiler slows its host.
 _ON_DEVICE = ("computation", "communication", "copy", BUBBLE, "launch_latency", "queued_wait")
@@ -349,7 +419,7 @@ def part_noise(breakdown: pd.DataFrame, *categories: str) -> float:
     return float(noise.max()) if len(noise) else 0.0
 
 
-def room(breakdown: pd.DataFrame, categories: Iterable[str]) -> float:
+def most_saved_ns(breakdown: pd.DataFrame, categories: Iterable[str]) -> float:
     """Return the most that the mean steady step can shrink if some categories disappear, ns.
 
     That is the largest over the ranks of a rank's own time in these categories, plus its waiting, up to the other

@@ -28,9 +28,7 @@ _POINT_TO_POINT = ("send", "recv", "send_recv")
 
 _EVERYTHING = np.array([[np.iinfo(np.int64).min, np.iinfo(np.int64).max]], dtype=np.int64)
 
-
 RANGES = ("Optimizer.step#", "dlprof::optimizer")
-
 
 _OF_CLOSURES = ("dlprof::forward", "dlprof::backward")
 

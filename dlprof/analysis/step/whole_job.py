@@ -13,8 +13,10 @@ import pandas as pd
 
 from dlprof import schema
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
-from dlprof.analysis.timeline.stalls import KINDS
-from dlprof.analysis.timeline.steady import light_steps, standard_error
+from dlprof.analysis.machine.samples import sample_series
+from dlprof.analysis.timeline.stalls import KINDS, Pattern, patterns
+from dlprof.analysis.timeline.steady import light_steps, standard_error, steady_steps
+from dlprof.analysis.timeline.steps import step_series
 from dlprof.errors import NotMeasured
 
 # A training step validates if so much of it is forward passes that no backward pass uses.
@@ -170,6 +172,32 @@ def validation(light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
     return pd.DataFrame([row])
 
 
+@per_rank
+def unused_forward(
+    steady_steps: Frame = needs(steady_steps), patterns: Maybe[tuple[Pattern, ...]] = maybe(patterns)
+) -> pd.DataFrame:
+    """Return one row: the time and number of forward passes of a steady step that no backward pass uses.
+
+    Columns: ns and its standard error noise_ns, share (of the time in forward passes), forwards (of a step), backwards.
+    Steps with periodic extra work are left out. Raises NotMeasured where it was not recorded.
+    """
+    between = [n for one in patterns.or_none() or () if not one.trains for n in one.steps]
+    steps = steady_steps[~steady_steps["step"].isin(between)]
+    unused = steps["unused_forward_ns"].to_numpy(dtype=float)
+    if not len(steps) or (unused < 0).any():
+        raise NotMeasured("which forward passes a backward pass uses was not recorded, or no steady step was")
+    # In most steps: work in only a few of them is not part of each.
+    ns = float(unused.mean()) if np.median(unused) > 0 else 0.0
+    row = {
+        "ns": ns,
+        "noise_ns": standard_error(unused),
+        "share": ns / max(float(steps["forward_ns"].mean()), 1.0),
+        "forwards": float(steps["forwards"].median()),
+        "backwards": float(steps["backwards"].median()),
+    }
+    return pd.DataFrame([row])
+
+
 @across_ranks
 def validation_cost(
     validation: Frame = needs(validation),
@@ -203,3 +231,33 @@ def validation_loader(job: Job, rank: int) -> dict[str, Any]:
     """Return the settings of a rank's validation loader; empty where none was seen."""
     loaders = job.facts[rank].get("loaders") or []
     return next((dict(x) for x in loaders if x.get("role") == "validation"), {})
+
+
+# Clocks that lie so far apart have nothing to do with each other: a log next to somebody else's traces.
+_ANOTHER_CLOCK_NS = 7 * 86_400 * 10**9
+
+
+@across_ranks
+def first_times(
+    step_series: Maybe[Frame] = maybe(step_series), sample_series: Maybe[Frame] = maybe(sample_series)
+) -> tuple[int, ...]:
+    """Return when the first step and the first sample were, as far as there are any, in ns of Unix time."""
+    known = ((step_series.or_none(), "start_ns"), (sample_series.or_none(), "at_ns"))
+    return tuple(int(frame[column].min()) for frame, column in known if frame is not None)
+
+
+def began_ns(first_times: tuple[int, ...], own: float) -> int:
+    """Return what a picture over the run counts from: when the first thing that is drawn over time was.
+
+    `own` is when what the picture shows began; where all the rest lies a week away, it counts from there.
+    """
+    return min(at for at in (int(own), *first_times) if abs(at - own) < _ANOTHER_CLOCK_NS)
+
+
+@across_ranks
+def step_times(
+    step_series: Frame = needs(step_series), first_times: tuple[int, ...] = needs(first_times)
+) -> pd.Series[float]:
+    """Return when each step began on the first rank that did, in ns from the run's beginning, by its number."""
+    starts = step_series.groupby("step")["start_ns"].min()
+    return starts - began_ns(first_times, step_series["start_ns"].min())

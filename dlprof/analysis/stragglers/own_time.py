@@ -26,8 +26,7 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.communication.collectives import waiting, waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank
-from dlprof.analysis.step.blocked import alone_usage, steady_usage
-from dlprof.analysis.step.breakdown import breakdown, part
+from dlprof.analysis.step.breakdown import alone_usage, breakdown, part, steady_usage
 from dlprof.analysis.step.partition import host_phases
 from dlprof.analysis.step.savings import LEAST_NOISE, own_time
 from dlprof.analysis.timeline.steady import standard_error

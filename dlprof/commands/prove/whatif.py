@@ -51,8 +51,7 @@ def whatif(
 
     Predicts each change alone, and all at once. Nothing is run. Each prediction lists what it cannot know.
     """
-    from dlprof.analysis.whatif.answers import answers
-    from dlprof.analysis.whatif.asked import Asked, factor
+    from dlprof.analysis.whatif import Request, answers, factor
     from dlprof.commands.progress import Progress
     from dlprof.commands.report import print_summary, write_summary
     from dlprof.read.run import open_run
@@ -63,7 +62,9 @@ def whatif(
         factors = {name: None if text is None else factor(text) for name, text in speeds.items()}
     except DlprofError as e:
         raise click.UsageError(str(e)) from None
-    request = Asked(**factors, workers=workers, stages=stages is not None, microbatches=microbatches, schedule=schedule)
+    request = Request(
+        **factors, workers=workers, stages=stages is not None, microbatches=microbatches, schedule=schedule
+    )
     if not request.named:
         raise click.UsageError("name a change: --input perfect, --workers 4, --device 1.5x, ...")
     run = open_run(path)

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dlprof.analysis.compare.comparison import compare, rates, to_json
-from dlprof.analysis.compare.predictions import proposals
-from dlprof.analysis.compare.settings_diff import differing
-from dlprof.analysis.compare.significance import Difference
+from dlprof.analysis.compare.comparison import Difference, compare, differing, proposals, rates, to_json
 from dlprof.analysis.estimate import change
 from dlprof.commands.report import analyse
 from dlprof.result import Change, Exchange, Fact, Forecast, ForeignLoad, Outcome, Result, Together, Window, Work

@@ -18,7 +18,7 @@ from tests.fixtures.comparisons import run
 from tests.fixtures.results import MS
 
 LIMIT = 0.05
-PAIRS = 400
+PAIRS = 200
 
 
 def steps(draw: np.random.Generator, n: int = 100, slower: float = 1.0) -> NDArray[np.float64]:
@@ -46,20 +46,20 @@ def test_noise_fails_hardly_any_build() -> None:
 
 def test_a_slow_down_of_five_percent_over_a_hundred_steps_is_found() -> None:
     draw = np.random.default_rng(6)
-    found = [slowdown(of(steps(draw)), of(steps(draw, slower=1.05)), n).fails(LIMIT) for n in range(40)]
-    assert sum(found) >= 36
+    found = [slowdown(of(steps(draw)), of(steps(draw, slower=1.05)), n).fails(LIMIT) for n in range(20)]
+    assert sum(found) >= 18
 
 
 def test_a_slow_down_well_below_the_limit_passes() -> None:
     draw = np.random.default_rng(7)
-    found = [slowdown(of(steps(draw, 400)), of(steps(draw, 400, slower=1.015)), n).fails(LIMIT) for n in range(20)]
-    assert sum(found) <= 1
+    found = [slowdown(of(steps(draw, 400)), of(steps(draw, 400, slower=1.015)), n).fails(LIMIT) for n in range(10)]
+    assert not any(found)
 
 
 def test_the_interval_holds_the_truth() -> None:
     draw = np.random.default_rng(8)
-    found = [bootstrap(steps(draw), steps(draw, slower=1.1), n) for n in range(100)]
-    assert sum(low <= 1.1 <= high for _, low, high in found) >= 0.96 * 100
+    found = [bootstrap(steps(draw), steps(draw, slower=1.1), n) for n in range(50)]
+    assert sum(low <= 1.1 <= high for _, low, high in found) >= 0.96 * 50
 
 
 def test_other_batches_compare_by_their_time_a_sample() -> None:

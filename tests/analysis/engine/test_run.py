@@ -34,8 +34,7 @@ from dlprof.analysis.engine import (
     open_store,
     per_rank,
 )
-from dlprof.analysis.engine.packed import Packed, packed, together
-from dlprof.analysis.engine.ranks import RankAnswer
+from dlprof.analysis.engine.ranks import Packed, RankAnswer, concatenated, packed
 from dlprof.analysis.engine.run import PROCESS_BYTES, USED, at_once, measure_rank, processes, serial, travelling
 from dlprof.analysis.estimate import Estimate, Rule
 from dlprof.analysis.step.breakdown import breakdown
@@ -191,6 +190,7 @@ def test_foreign_traces_of_which_none_can_be_read_are_refused_and_a_recorded_run
             empty.frame(measure)
 
 
+@pytest.mark.long
 def test_a_caller_with_threads_gets_processes_that_share_none_of_them(job: Run) -> None:
     # Forking a process that has threads may copy a lock that nobody will ever release: fresh interpreters then.
     idle = threading.Event()
@@ -394,8 +394,8 @@ FRAMES = {
 def test_frames_travel_as_arrays_and_are_together_what_they_were(frames: list[pd.DataFrame]) -> None:
     travelled = [pickle.loads(pickle.dumps(packed(frame))) for frame in frames]
     expected = pd.concat(frames, ignore_index=True)
-    pd.testing.assert_frame_equal(together(travelled), expected)
-    pd.testing.assert_frame_equal(together([travelled[0], *frames[1:]]), expected)
+    pd.testing.assert_frame_equal(concatenated(travelled), expected)
+    pd.testing.assert_frame_equal(concatenated([travelled[0], *frames[1:]]), expected)
 
 
 def test_an_answer_travels_packed_and_the_rest_as_it_is() -> None:

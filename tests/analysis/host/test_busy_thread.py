@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,46 +12,39 @@ from dlprof.analysis.host.rules.busy_thread import RULE
 from tests.fixtures import runs
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS
+from tests.fixtures.sampled_stacks import burst
 
-MAIN = 'process 10:"python train.py";thread (0x1): MainThread;<module> (/w/train.py:30) 100'
+MAIN = 'process 10:"python train.py";thread (0x1): MainThread;<module> (/w/train.py:30)'
 OTHER = 'process 10:"python train.py";thread (0x2): Thread-1;run (/usr/lib/python3.11/threading.py:982);'
 
 
-def recorded(folder: Path, stack: str, text: str, facts: Mapping[str, Any], thread: int = 2) -> Path:
+def recorded(folder: Path, stack: str, seen: int, text: str, facts: Mapping[str, Any], thread: int = 2) -> Path:
     """Record steps of 10 ms, of which the training thread runs for some; another thread is seen in a stack."""
     steps = [runs.light(k, 10 * MS) for k in range(40)]
     path = runs.recorded(folder / "run", (None, steps, {**facts, "pid": 10, "directory": "/w/"}))
     runs.loading(path, 0, step=10 * MS, wait=0, fetch=0, cpu=0, n=40, workers=0, thread=thread * MS)
-    burst = {"start_ns": 1, "end_ns": 2, "lines": [["/w/train.py", 12, text]]}
-    told = "\n".join(("#" + json.dumps(burst), MAIN, *([OTHER + stack] if stack else []), ""))
-    (path / "ranks/00000/stacks.txt.gz").write_bytes(gzip.compress(told.encode()))
-    return path
+    stacks = {MAIN: 100} | ({OTHER + stack: seen} if stack else {})
+    return burst(path, stacks, lines=[["/w/train.py", 12, text]])
 
 
-BUSY = "monitor (/w/train.py:12) 60"
+BUSY, WAITS = "monitor (/w/train.py:12)", "wait (/usr/lib/python3.11/threading.py:331)"
 
 
 @pytest.mark.parametrize(
-    ("stack", "text", "thread", "state"),
+    ("stack", "seen", "text", "thread", "state"),
     [
-        pytest.param(BUSY, "total = sum(n * n for n in values)", 2, "found", id="computes"),
-        pytest.param(BUSY, "time.sleep(0.1)", 2, "clear", id="sleeps"),
-        pytest.param(BUSY.replace("60", "20"), "total += 1", 2, "clear", id="computes now and then"),
-        pytest.param(BUSY, "total += 1", 10, "clear", id="costs nothing"),
-        pytest.param(
-            "monitor (/w/train.py:12);wait (/usr/lib/python3.11/threading.py:331) 60",
-            "event.wait()",
-            2,
-            "clear",
-            id="waits",
-        ),
-        pytest.param("", "", 2, "clear", id="none"),
+        pytest.param(BUSY, 60, "total = sum(n * n for n in values)", 2, "found", id="computes"),
+        pytest.param(BUSY, 60, "time.sleep(0.1)", 2, "clear", id="sleeps"),
+        pytest.param(BUSY, 20, "total += 1", 2, "clear", id="computes now and then"),
+        pytest.param(BUSY, 60, "total += 1", 10, "clear", id="costs nothing"),
+        pytest.param(f"{BUSY};{WAITS}", 60, "event.wait()", 2, "clear", id="waits"),
+        pytest.param("", 0, "", 2, "clear", id="none"),
     ],
 )
 def test_a_thread_at_work_is_found_with_its_line(
-    tmp_path: Path, stack: str, text: str, thread: int, state: str
+    tmp_path: Path, stack: str, seen: int, text: str, thread: int, state: str
 ) -> None:
-    found = ask(RULE, recorded(tmp_path, stack, text, runs.CPU, thread))
+    found = ask(RULE, recorded(tmp_path, stack, seen, text, runs.CPU, thread))
     assert found.state == state
     if state == "found":
         assert found.saving_ns == pytest.approx(8 * MS, rel=0.05)
@@ -62,4 +53,4 @@ def test_a_thread_at_work_is_found_with_its_line(
 
 
 def test_on_a_gpu_nothing_is_promised(tmp_path: Path) -> None:
-    assert ask(RULE, recorded(tmp_path, BUSY, "total += 1", runs.GPU)).state == "not_measured"
+    assert ask(RULE, recorded(tmp_path, BUSY, 60, "total += 1", runs.GPU)).state == "not_measured"

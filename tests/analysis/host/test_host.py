@@ -11,13 +11,14 @@ import pytest
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import RankData
-from dlprof.analysis.host import parts, profiles, queue, segments
+from dlprof.analysis.host import gaps, parts
 from dlprof.analysis.host import stacks as seen
+from dlprof.analysis.host import waiting as lagging
 from dlprof.analysis.host.gaps import PYTHON, check_launches, host_work, launch_means
 from dlprof.analysis.host.host_tables import host_tables
 from dlprof.analysis.host.parts import ON_CPU, ON_DEVICE, host_gains, host_parts
 from dlprof.analysis.host.rules.anomaly_mode import anomaly_on_cpu
-from dlprof.analysis.host.syncs import grad_scaler_reads, syncs
+from dlprof.analysis.host.waiting import grad_scaler_reads, syncs
 from dlprof.analysis.timeline import host
 from dlprof.errors import NotMeasured
 from dlprof.read.run import TRACE, Rank, open_run
@@ -66,7 +67,7 @@ def test_waits_for_the_device(
 ) -> None:
     made = traces.trace(traces.step(1, 0, 10 * MS), *events, world_size=1, **keys)
     frame = measured(foreign(tmp_path / "traces", made), syncs).frame(syncs)
-    assert frame[["asked", "call", "calls"]].to_numpy().tolist() == [list(row[:3]) for row in rows]
+    assert frame[["caller", "call", "calls"]].to_numpy().tolist() == [list(row[:3]) for row in rows]
     for column, n in (("ns", 3), ("idle_ns", 4)):
         found = [None if pd.isna(ns) else ns / MS for ns in frame[column]]
         assert found == [row[n] if row[n] is None else pytest.approx(row[n], rel=0.01) for row in rows]
@@ -74,15 +75,15 @@ def test_waits_for_the_device(
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the reference traces are not here (../shared/traces)")
 @pytest.mark.parametrize(
-    ("name", "asked", "calls"),
+    ("name", "caller", "calls"),
     [
         ("dlrm_a100_rank3_of_8", "aten::item", 3.0),
         ("resnet50_v100_workers0", "aten::to", 2.0),  # pictures and labels, from pageable memory
     ],
 )
-def test_reference_traces_wait_where_their_scripts_do(name: str, asked: str, calls: float) -> None:
-    frame = measured(TRACES / name, syncs).frame(syncs).set_index("asked")
-    assert frame.loc[asked, "calls"] == pytest.approx(calls)
+def test_reference_traces_wait_where_their_scripts_do(name: str, caller: str, calls: float) -> None:
+    frame = measured(TRACES / name, syncs).frame(syncs).set_index("caller")
+    assert frame.loc[caller, "calls"] == pytest.approx(calls)
 
 
 @pytest.mark.parametrize(
@@ -128,27 +129,27 @@ FOLDED = "main (t.py:1);f (t.py:5);dumps (json/__init__.py:9) 30\nmain (t.py:1);
 
 def test_a_profile_of_folded_stacks_and_one_of_counts(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text(FOLDED)
-    made = measured(tmp_path / "x.txt", profiles.profile_functions, profiles.profile_flame, profiles.profile_summaries)
+    made = measured(tmp_path / "x.txt", seen.profile_functions, seen.profile_flame, seen.profile_summaries)
     # What a library does for f counts as f's.
-    rows: Any = made.frame(profiles.profile_functions).set_index("function")
+    rows: Any = made.frame(seen.profile_functions).set_index("function")
     assert rows.loc["f", ["own", "alone", "total", "of", "line"]].tolist() == [True, 80, 80, 100, 6]
     assert rows.loc["main", ["alone", "total"]].tolist() == [20, 100]
     assert rows.loc["dumps", ["own", "alone"]].tolist() == [False, 30]
-    tree = made.frame(profiles.profile_flame)
+    tree = made.frame(seen.profile_flame)
     assert tree.loc[tree["name"] == "f (t.py)", "samples"].tolist() == [80]
-    summary = made.frame(profiles.profile_summaries).iloc[0]
+    summary = made.frame(seen.profile_summaries).iloc[0]
     assert summary[["function", "share", "total", "tool"]].tolist() == ["f", 0.8, 100, "py-spy"]
-    made = measured(GOLDEN / "calc.prof", profiles.counted_functions, profiles.profile_summaries)
-    first = made.frame(profiles.counted_functions).iloc[0]
+    made = measured(GOLDEN / "calc.prof", seen.counted_functions, seen.profile_summaries)
+    first = made.frame(seen.counted_functions).iloc[0]
     assert (first["function"], first["calls"]) == ("decode", 300)
     assert first["own_ns"] / first["of_ns"] > 0.85
-    summary = made.frame(profiles.profile_summaries).iloc[0]
+    summary = made.frame(seen.profile_summaries).iloc[0]
     assert (bool(summary["counted"]), summary["total"]) == (True, first["of_ns"])
     with pytest.raises(NotMeasured, match="dlprof saw no"):
         measured(tmp_path / "x.txt", seen.flame).frame(seen.flame)
     # What dlprof saw itself is no profile.
     with pytest.raises(NotMeasured):
-        measured(stacks(tmp_path / "run", SEEN), profiles.profile_functions).frame(profiles.profile_functions)
+        measured(stacks(tmp_path / "run", SEEN), seen.profile_functions).frame(seen.profile_functions)
 
 
 @pytest.mark.parametrize("profile", ["pyspy.raw.txt", "pyspy.speedscope.json.gz", ""])
@@ -173,15 +174,15 @@ TREE = pd.DataFrame(
 
 
 def test_rows_of_flame_graphs_stand_under_their_caller_the_widest_first() -> None:
-    assert profiles.flame_rows(TREE, {"": "all"}, {"": "host"}) == (
+    assert seen.flame_rows(TREE, {"": "all"}, {"": "host"}) == (
         (0, 0, 9, "all", "host"),
         (1, 0, 9, "main (t.py)", "own"),
         (2, 0, 5, "g (t.py)", "own"),
         (2, 5, 3, "f (t.py)", "own"),
     )
-    assert [row[0] for row in profiles.flame_rows(TREE, {"": "all"}, {"": "host"}, rooted=False)] == [0, 1, 1]
+    assert [row[0] for row in seen.flame_rows(TREE, {"": "all"}, {"": "host"}, rooted=False)] == [0, 1, 1]
     both = pd.concat([TREE, TREE.assign(rank=1)])
-    assert [row[2] for row in profiles.flame_rows(both, {"": "all"}, {"": "host"})] == [18, 18, 10, 6]
+    assert [row[2] for row in seen.flame_rows(both, {"": "all"}, {"": "host"})] == [18, 18, 10, 6]
 
 
 def test_the_hosts_time_is_split_by_what_ran(tmp_path: Path) -> None:
@@ -307,7 +308,7 @@ def test_freeing_the_memory_of_batches_is_not_the_scripts_python(tmp_path: Path,
 @pytest.mark.parametrize("after", ["backward", "optimizer"])
 def test_a_loop_stands_after_the_phase_that_ended_last(tmp_path: Path, after: str) -> None:
     made = trained(lambda at, ids: loop(at, ids, 40, "mul_", "add_"), length=4_200 * US, after=after)
-    found = runs.rank_of(tmp_path, made).once(segments.segments)
+    found = runs.rank_of(tmp_path, made).once(gaps.segments)
     (one,) = found.loops
     assert (one.after, set(one.names), one.turns) == (after, {"aten::mul_", "aten::add_"}, 40)
     assert iv.total(one.times) == pytest.approx(STEPS * 39.5 * 50 * US, rel=0.03)
@@ -318,8 +319,8 @@ def test_a_loop_stands_after_the_phase_that_ended_last(tmp_path: Path, after: st
 def test_turns_are_those_of_most_operators_and_a_loop_has_its_part_of_the_backward_pass(tmp_path: Path) -> None:
     """One operator that is called twice a turn, and two that are called once."""
     made = trained(lambda at, ids: loop(at, ids, 20, "slice", "mul", "slice", "add"), length=3_200 * US)
-    assert [one.turns for one in runs.rank_of(tmp_path / "a", made).once(segments.segments).loops] == [20]
-    (one,) = runs.rank_of(tmp_path / "b", one_by_one()).once(segments.segments).loops
+    assert [one.turns for one in runs.rank_of(tmp_path / "a", made).once(gaps.segments).loops] == [20]
+    (one,) = runs.rank_of(tmp_path / "b", one_by_one()).once(gaps.segments).loops
     assert iv.total(one.behind) == STEPS * 20 * 80 * US
 
 
@@ -327,7 +328,7 @@ def test_turns_are_those_of_most_operators_and_a_loop_has_its_part_of_the_backwa
     ("made", "calls"), [(called_again(5), 5), (called_again(5, same=False), 1), (trained(length=3_000 * US), 1)]
 )
 def test_calls_of_one_model_for_a_backward_pass(tmp_path: Path, made: dict[str, Any], calls: int) -> None:
-    assert runs.rank_of(tmp_path, made).once(segments.model_calls) == calls
+    assert runs.rank_of(tmp_path, made).once(gaps.model_calls) == calls
 
 
 LAYERS = 12
@@ -337,22 +338,20 @@ def reads(gradient: Any) -> None:
     gradient.norm().item()
 
 
-def hooked(folder: Path, hook: Callable[[Any], Any] | None = None, on: int = 2 * LAYERS) -> list[segments.Loop]:
+def hooked(folder: Path, hook: Callable[[Any], Any] | None = None, on: int = 2 * LAYERS) -> list[gaps.Loop]:
     """Return the loops of torch's backward pass where a hook is on so many parameters, and a model is called twice."""
     torch = pytest.importorskip("torch")
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(LAYERS)))
     for parameter in [*model.parameters()][:on] if hook else ():
         parameter.register_hook(hook)
     x = torch.randn(4, 16)
-    return operators.profiled(torch, folder, lambda: (model(x).sum() + model(x).sum()).backward()).once(
-        segments.hook_loops
-    )
+    return operators.profiled(torch, folder, lambda: (model(x).sum() + model(x).sum()).backward()).once(gaps.hook_loops)
 
 
 def test_hooks_that_read_values(tmp_path: Path) -> None:
     (loop,) = hooked(tmp_path, reads)
     assert (loop.after, loop.turns, set(loop.names)) == (
-        segments.HOOK,
+        gaps.HOOK,
         2 * LAYERS,
         {"aten::linalg_vector_norm", "aten::item"},
     )
@@ -362,7 +361,7 @@ def test_hooks_that_read_values(tmp_path: Path) -> None:
     for module in model:
         module.register_full_backward_hook(lambda _module, _inputs, outputs: reads(outputs[0]))
     x = torch.randn(4, 16, requires_grad=True)
-    (loop,) = operators.profiled(torch, tmp_path, lambda: model(x).sum().backward()).once(segments.hook_loops)
+    (loop,) = operators.profiled(torch, tmp_path, lambda: model(x).sum().backward()).once(gaps.hook_loops)
     assert loop.turns == 20
 
 
@@ -377,7 +376,7 @@ def test_anomaly_mode_is_told_from_hooks(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     with torch.autograd.set_detect_anomaly(True):
         (checks,) = hooked(tmp_path)
-    assert {*segments.ANOMALY, "aten::item"} <= checks.inner
+    assert {*gaps.ANOMALY, "aten::item"} <= checks.inner
     assert checks.turns > 2 * LAYERS
 
 
@@ -454,24 +453,24 @@ def gets_memory(at: int, number: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("made", "reason", "us"),
     [
-        (waiting(call("cudaStreamWaitEvent")), queue.EVENT, 500),
-        (waiting(call("cudaLaunchHostFunc")), queue.FUNCTION, 500),
-        (waiting(call("cudaEventRecord")), queue.UNKNOWN, 500),
-        (waiting(gets_memory), queue.MEMORY, 500),  # the device's memory is got while it idles
-        (waiting(other_stream), queue.OTHER_STREAM, 300),  # from the end of the other one on
-        (graph(node=True), queue.GRAPH_NODE, 500),
-        (graph(node=False), queue.GRAPH_START, 500),
+        (waiting(call("cudaStreamWaitEvent")), lagging.EVENT, 500),
+        (waiting(call("cudaLaunchHostFunc")), lagging.FUNCTION, 500),
+        (waiting(call("cudaEventRecord")), lagging.UNKNOWN, 500),
+        (waiting(gets_memory), lagging.MEMORY, 500),  # the device's memory is got while it idles
+        (waiting(other_stream), lagging.OTHER_STREAM, 300),  # from the end of the other one on
+        (graph(node=True), lagging.GRAPH_NODE, 500),
+        (graph(node=False), lagging.GRAPH_START, 500),
         (waiting(wait=0), None, 0),
     ],
 )
 def test_the_calls_before_its_launch_tell_what_work_waits_for(
     tmp_path: Path, made: dict[str, Any], reason: str | None, us: int
 ) -> None:
-    rows = runs.rank_of(tmp_path, made).once(queue.queued_waits).to_dict("records")
+    rows = runs.rank_of(tmp_path, made).once(lagging.queued_waits).to_dict("records")
     assert len(rows) == (reason is not None)
     for row in rows:
         assert (row["waits_for"], row["times"], row["ns"]) == (reason, 1, pytest.approx(us * US, rel=0.01))
-        if reason in (queue.EVENT, queue.FUNCTION):
+        if reason in (lagging.EVENT, lagging.FUNCTION):
             assert (row["ended_by"], row["stream"], row["launched_by"]) == ("second", "device:7", "cudaLaunchKernel")
             assert row["queued_ns"] == pytest.approx(312_000 + 500_000 - 60_000)
             assert row["gain_ns"] == pytest.approx(500_000, rel=0.02)
@@ -479,13 +478,13 @@ def test_the_calls_before_its_launch_tell_what_work_waits_for(
 
 def test_the_lag_and_the_queue_grow_with_a_host_that_runs_ahead(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path / "a", ahead())
-    (row,) = rank.once(queue.device_lag).to_dict("records")
+    (row,) = rank.once(lagging.device_lag).to_dict("records")
     # The first steps, in which the host gets its lead, do not count.
     assert row["lag_ns"] > 2 * MS
-    queued = rank.once(queue.queue_series)["queued"]
+    queued = rank.once(lagging.queue_series)["queued"]
     assert queued.iloc[-1] < 1 < queued.max() <= 8
     unlinked = runs.rank_of(tmp_path / "b", traces.trace(traces.step(0, 0, MS), traces.kernel("gemm", 10, MS, 0)))
-    for one in (queue.device_lag, queue.queue_series):
+    for one in (lagging.device_lag, lagging.queue_series):
         with pytest.raises(NotMeasured, match="does not link"):
             unlinked.once(one)
 

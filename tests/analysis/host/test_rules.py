@@ -11,7 +11,7 @@ import pytest
 
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.estimate import Rule
-from dlprof.analysis.host.between import held_up
+from dlprof.analysis.host.parts import held_up
 from dlprof.analysis.host.rules import (
     anomaly_mode,
     host_bound,

@@ -13,23 +13,9 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.compute.operators import MOST_KERNELS, MOST_OPERATORS
-from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.panel import MOST_RANKS, Picture, drawn, points, table
-from dlprof.analysis.panels import (
-    communication,
-    compute,
-    experts,
-    host,
-    input,  # noqa: A004 - the module
-    machine,
-    memory,
-    pipeline,
-    precision,
-    source,
-    step,
-)
+from dlprof.analysis.panels import communication, compute, host, machine, step
 from dlprof.errors import NotMeasured
-from dlprof.read.run import open_run
 from dlprof.result import Panel
 from tests.fixtures import allocator, dialects, dumps, pipelines, runs, traces
 from tests.fixtures.claims import edit, rewrite
@@ -83,10 +69,10 @@ for _event in UNLINKED["traceEvents"]:
         (host.STACKS_PICTURE, PLAIN),
         # A step that waits for no device, a line that was hardly seen, a trace without steps.
         (host.SYNCS_PICTURE, met(traces.trace(traces.step(1, 0, 10 * MS), traces.launched("gemm", 0, 9, 5 * MS, 1)))),
-        (source.PICTURE, lambda folder: stacked(folder, f"{MAIN};main (/w/train.py:68) 2\n")),
+        (host.LINE_SHARES_PICTURE, lambda folder: stacked(folder, f"{MAIN};main (/w/train.py:68) 2\n")),
         (step.TIMELINE_PICTURE, met(traces.trace(traces.kernel("gemm", 0, MS), world_size=1))),
         (step.WHOLE_JOB_PICTURE, recorded(None, light(0, S))),
-        (input.PICTURE, lambda folder: worked(folder, 0)),
+        (host.WORKERS_PICTURE, lambda folder: worked(folder, 0)),
     ],
 )  # fmt: skip
 def test_where_there_is_nothing_to_draw_there_is_no_panel(tmp_path: Path, picture: Picture, make: Make) -> None:
@@ -253,24 +239,25 @@ def test_a_log_of_gpus_has_a_row_a_gpu_with_the_columns_that_were_logged(tmp_pat
 
 
 def test_the_loss_scale_is_drawn_of_one_rank_in_powers_of_two(tmp_path: Path) -> None:
-    (panel,) = draw(precision.PICTURE, scaled(tmp_path / "a", skipped=(0, 1, 50), grown=(40,), ranks=2))
+    (panel,) = draw(compute.LOSS_SCALE_PICTURE, scaled(tmp_path / "a", skipped=(0, 1, 50), grown=(40,), ranks=2))
     assert (panel.columns, panel.rows) == (("step", "scale"), ((0, 15.0), (1, 14.0), (40, 15.0), (50, 14.0)))
     assert "skipped 3 steps, 2 of them before" in panel.note
     assert "16,384" in panel.note
-    (panel,) = draw(precision.PICTURE, scaled(tmp_path / "b", unknown=True))
+    (panel,) = draw(compute.LOSS_SCALE_PICTURE, scaled(tmp_path / "b", unknown=True))
     assert "only the beginning is known" in panel.note
 
 
 def test_the_allocators_memory_is_of_many_ranks_the_most(tmp_path: Path) -> None:
     gb, ranks = allocator.GB, range(MOST_RANKS + 1)
     path = allocator.recorded(tmp_path, *([allocator.reading(n, rank * gb) for n in range(3)] for rank in ranks))
-    (panel,) = [p for p in diagnose(open_run(path), (), jobs=1).panels if p.title == "GPU memory of PyTorch"]
+    (panel,) = draw(compute.MEMORY_PICTURE, path)
+    assert draw(step.STEPS_PICTURE, path)[0].columns[1:] == ("mean of ranks", "slowest rank")
     assert panel.rows[0] == (0, (MOST_RANKS + 1) * gb, MOST_RANKS * gb)
 
 
 def test_a_snapshot_is_drawn_by_line_with_its_peak(tmp_path: Path) -> None:
     def snapshot(name: str, held: Any) -> list[Panel]:
-        return draw(memory.MEMORY_SNAPSHOT_PICTURE, write(tmp_path / f"{name}.pickle", held))
+        return draw(compute.MEMORY_SNAPSHOT_PICTURE, write(tmp_path / f"{name}.pickle", held))
 
     areas, table = snapshot("plain", dumps.training().snapshot())
     lines = ("forward (model.py:10)", "backward of MulBackward0", "step (optimizer.py:7)")
@@ -291,13 +278,13 @@ def test_a_snapshot_is_drawn_by_line_with_its_peak(tmp_path: Path) -> None:
     # A snapshot beside a trace joins its rank.
     folder = runs.foreign(tmp_path / "traces", *(traces.training(rank=rank) for rank in range(2)))
     write(folder / "rank1_snapshot", dumps.training().snapshot())
-    panels = draw(memory.MEMORY_SNAPSHOT_PICTURE, folder)
+    panels = draw(compute.MEMORY_SNAPSHOT_PICTURE, folder)
     assert [panel.title.endswith("rank 1, GPU 0") for panel in panels] == [True, True]
 
 
 def test_a_pipelines_bubbles_stages_and_step(tmp_path: Path) -> None:
     path = pipelines.recorded(tmp_path / "a", "Schedule1F1B", 2, 4, pipelines.alike(10, 20), hand_over=5)
-    timeline, ranks, stages, schedules = draw(pipeline.PICTURE, path)
+    timeline, ranks, stages, schedules = draw(communication.PIPELINE_PICTURE, path)
     assert schedules.rows[0] == ("GPipe", pytest.approx(0.2), 1.0, 1.0, "replayed")
     assert schedules.title == "What schedules leave idle and hold, 2 ranks and 4 micro-batches"
     # Five slots of 30 ms and two hand-overs a round of two micro-batches.
@@ -313,9 +300,9 @@ def test_a_pipelines_bubbles_stages_and_step(tmp_path: Path) -> None:
         assert any(row[0] == lane and row[4] == "pipeline_bubble" for row in timeline.rows)
     # What was not replayed is not told.
     path = pipelines.recorded(tmp_path / "b", "Schedule1F1B", 2, 4, pipelines.alike(10, 20), here=[0])
-    _, ranks, _ = draw(pipeline.PICTURE, path)
+    _, ranks, _ = draw(communication.PIPELINE_PICTURE, path)
     assert ranks.rows[0] == (0, pytest.approx(30 * MS), *(None,) * 4, pytest.approx(0.2), None, None, 0.2)
-    timeline = draw(pipeline.PICTURE, pipelines.two_stages(tmp_path / "c"))[0]
+    timeline = draw(communication.PIPELINE_PICTURE, pipelines.two_stages(tmp_path / "c"))[0]
     assert timeline.rows[0] == ("stage 0 · rank 0", 0, 10_000_000, "0", "forward")
     assert len([row for row in timeline.rows if row[4] != "pipeline_bubble"]) == 8
 
@@ -328,7 +315,7 @@ def test_of_pipelines_side_by_side_the_first_ones_stages_are_shown(tmp_path: Pat
     path = pipelines.by_hand(
         tmp_path, *([one] for one in calls), facts_of=lambda r: pipelines.facts(r % 2, (0, 1) if r < 2 else (2, 3))
     )
-    timeline, ranks, stages, *_ = draw(pipeline.PICTURE, path)
+    timeline, ranks, stages, *_ = draw(communication.PIPELINE_PICTURE, path)
     assert stages.rows == ((0, 0, 10 * MS, 20 * MS, 1), (1, 1, 10 * MS, 20 * MS, 1))
     assert [row[0] for row in ranks.rows] == [0, 1, 2, 3]
     assert "One of 2 pipelines" in timeline.note
@@ -380,7 +367,7 @@ def test_lines_of_the_user_stand_by_phase(tmp_path: Path) -> None:
     seen = [(";main (/w/train.py:68)", 60), (";main (/w/train.py:69)", 30), (";main (/w/train.py:70)", 2),
             (f";main (/w/train.py:61);{LOADER};decode (/w/data.py:7)", 108),
             (";run (/lib/python3.11/site-packages/fancy/cli.py:3)", 10)]  # fmt: skip
-    (panel,) = draw(source.PICTURE, stacked(tmp_path, *(f"{MAIN}{frames} {n}\n" for frames, n in seen)))
+    (panel,) = draw(host.LINE_SHARES_PICTURE, stacked(tmp_path, *(f"{MAIN}{frames} {n}\n" for frames, n in seen)))
     assert picked(panel.rows, 0, 1, 4, 5) == [
         ("waiting for the loader", "/w/data.py:7", 1.0, 108 / 210),
         ("between the phases", "/w/train.py:68", 60 / 102, 60 / 210),
@@ -517,7 +504,7 @@ def holding(*experts: int, backward: bool = False) -> Make:
 def test_tokens_of_experts(
     tmp_path: Path, make: Make, title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]], note: str
 ) -> None:
-    (panel,) = draw(experts.PICTURE, make(tmp_path))
+    (panel,) = draw(communication.EXPERTS_PICTURE, make(tmp_path))
     assert (panel.title, panel.columns[: len(columns)], len(panel.rows)) == (title, columns, 4)
     assert [row[: len(columns)] for row in panel.rows[: len(rows)]] == [pytest.approx(row) for row in rows]
     assert note in panel.note
@@ -535,14 +522,16 @@ def worked(folder: Path, workers: int, slow: int = 0, **without: Any) -> Path:
 
 
 def test_the_loaders_workers(tmp_path: Path) -> None:
-    (panel,) = draw(input.PICTURE, worked(tmp_path / "a", workers=2, slow=12))
+    (panel,) = draw(host.WORKERS_PICTURE, worked(tmp_path / "a", workers=2, slow=12))
     assert panel.columns[:4] == ("rank", "worker", "batches", "fetch_ns")
     assert picked(panel.rows, 0, 1, 3, 4, 5) == [(0, 0, 42 * MS, 3 * MS, 7 * MS), (0, 1, 30 * MS, 3 * MS, 7 * MS)]
     # What a kernel does not tell is a dash and no zero, and of very many workers the first are shown.
-    (panel,) = draw(input.PICTURE, worked(tmp_path / "b", workers=input.MOST_WORKERS + 2, cpu_ns=-1, stored_bytes=-1))
+    (panel,) = draw(
+        host.WORKERS_PICTURE, worked(tmp_path / "b", workers=host.MOST_WORKERS + 2, cpu_ns=-1, stored_bytes=-1)
+    )
     assert panel.rows[0][5] is panel.rows[0][7] is None
-    assert len(panel.rows) == input.MOST_WORKERS
-    assert panel.note.endswith(f"The first {input.MOST_WORKERS} of {input.MOST_WORKERS + 2} workers.")
+    assert len(panel.rows) == host.MOST_WORKERS
+    assert panel.note.endswith(f"The first {host.MOST_WORKERS} of {host.MOST_WORKERS + 2} workers.")
 
 
 def timeline(folder: Path, *made: dict[str, Any]) -> Panel:
@@ -554,16 +543,6 @@ def at(panel: Panel, lane: str, name: str) -> tuple[float, float]:
     """Return when a piece begins and how long it is, µs."""
     ((start, dur),) = [(row[1] / US, row[2] / US) for row in panel.rows if row[0] == lane and row[3] == name]
     return start, dur
-
-
-def test_a_step_is_drawn_where_it_ran(tmp_path: Path) -> None:
-    panel = timeline(tmp_path, traces.training(world_size=1))
-    assert (panel.shape, panel.unit, panel.title) == ("timeline", "ns", "One traced step (step 1)")
-    assert at(panel, "rank 0 · thread", "fetch") == (5, 100)
-    # The two kernels follow each other.
-    assert at(panel, "rank 0 · computation 7", "sm90_gemm and 1 more") == (180, 500)
-    assert {row[4] for row in panel.rows if row[0].endswith("computation 7")} == {"computation", "copy"}
-    assert {row[4] for row in panel.rows if row[0].endswith("communication 21")} == {"communication"}
 
 
 def far(rank: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tests.fixtures import runs
 from tests.fixtures.asking import ask
 from tests.fixtures.loaders import loaded
 from tests.fixtures.runs import MS
+from tests.fixtures.sampled_stacks import burst
 
 LOOP = 'process 10:"python train.py";thread (0x1): MainThread;<module> (/w/train.py:30)'
 FETCH = f"{LOOP};__next__ (/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py:700)"
@@ -37,14 +37,7 @@ SOURCE = [
 def recorded(folder: Path, stacks: dict[str, int], lines: list[list[object]] = SOURCE) -> Path:
     steps = [runs.light(n, 10 * MS) for n in range(40)]
     path = runs.recorded(folder / "run", (None, steps, {**runs.CPU, "pid": 10, "directory": "/w/"}))
-    sampled(path, stacks, lines)
-    return path
-
-
-def sampled(path: Path, stacks: dict[str, int], lines: list[list[object]] = SOURCE) -> None:
-    burst = {"start_ns": 1, "end_ns": 2, "lines": lines}
-    rows = ["#" + json.dumps(burst), *(f"{stack} {n}" for stack, n in stacks.items()), ""]
-    (path / "ranks/00000/stacks.txt.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    return burst(path, stacks, lines=lines)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +99,7 @@ def test_a_loader_of_tensors_alone_takes_rows_out_of_them(
 def test_a_needless_line_comes_before_workers_that_give_no_more(tmp_path: Path) -> None:
     # A batch takes 80 ms in the training thread, and the rest of the step 20.
     path = loaded(fetch=80, cpu=80, workers=0, own=20, cores=4)(tmp_path)
-    sampled(path, {f"{MAKE};{ZIP}": 95, f"{MAKE};{ROW}": 5})
+    burst(path, {f"{MAKE};{ZIP}": 95, f"{MAKE};{ROW}": 5}, lines=SOURCE)
     first = ask(input_wait.RULE, path)
     assert [(place.file, place.line) for place in first.where] == [("/w/data.py", 9)]
     assert "open the archive once" in first.changes[0].text
@@ -114,7 +107,7 @@ def test_a_needless_line_comes_before_workers_that_give_no_more(tmp_path: Path) 
     assert first.saving_ns == pytest.approx(80 * MS, rel=0.05)  # batches that cost nothing to make
     # A line that somebody has to run, and one of which little is gained: workers first.
     for lines, share in ((["image = image.resize((64, 64))"], 95), (["with zipfile.ZipFile(path) as archive:"], 40)):
-        sampled(path, {f"{MAKE};{ZIP}": share, f"{MAKE};{ROW}": 100 - share}, [["/w/data.py", 9, lines[0]]])
+        burst(path, {f"{MAKE};{ZIP}": share, f"{MAKE};{ROW}": 100 - share}, lines=[["/w/data.py", 9, lines[0]]])
         then = ask(input_wait.RULE, path)
         assert [setting.name for setting in then.changes[0].settings] == ["num_workers", "persistent_workers"]
 
@@ -137,10 +130,8 @@ def test_a_line_in_a_loop_that_hands_nothing_over_is_a_loop_in_python(
         ["/w/data.py", 5, "total += self.weight(word)"],
         ["/w/data.py", 4, "for word in words:"],
     ]
-    path = recorded(tmp_path, {})
-    burst = {"start_ns": 1, "end_ns": 2, "lines": lines, "loops": [["/w/data.py", 5, loop]] if loop else []}
-    text = f"#{json.dumps(burst)}\n{stack} 60\n"
-    (path / "ranks/00000/stacks.txt.gz").write_bytes(gzip.compress(text.encode()))
+    loops = [["/w/data.py", 5, loop]] if loop else []
+    path = burst(recorded(tmp_path, {}), {stack: 60}, lines=lines, loops=loops)
     frame = runs.measured(path, costly_lines).frame(costly_lines)
     found = costliest(Maybe(lambda: frame), 0, "worker")
     assert found is not None
@@ -169,7 +160,7 @@ def test_a_needless_line_of_the_forward_pass(
     path = runs.recorded(tmp_path / "run", (None, steps, {**facts, "pid": 10, "directory": "/w/"}))
     if stacks:
         seen = {f"{NET}encode (/w/net.py:5)": stacks, f"{NET}forward (/w/net.py:50)": 80 - stacks}
-        sampled(path, seen, [["/w/net.py", 5, text]])
+        burst(path, seen, lines=[["/w/net.py", 5, text]])
     found = ask(costly_line.RULE, path)
     assert found.state == state, (found.why, found.summary)
     if state == "found":
@@ -202,7 +193,7 @@ def test_a_needless_line_of_the_backward_pass_or_a_loss(
     seen = {f"{LOOP};fit (/w/net.py:5){stack.removeprefix(LOOP)}": 60, f"{LOOP};fit (/w/net.py:50)": 20}
     if stack:
         seen = {one.replace("net.py:50)", f"net.py:50){stack.removeprefix(LOOP)}"): n for one, n in seen.items()}
-    sampled(path, seen, [["/w/net.py", 5, text]])
+    burst(path, seen, lines=[["/w/net.py", 5, text]])
     found = ask(costly_line.RULE, path)
     assert found.state == ("clear" if saving is None else "found"), (found.why, found.summary)
     assert saving is None or found.saving_ns == pytest.approx(saving * MS)

@@ -64,10 +64,7 @@ CASES = [
     pytest.param(lambda n: {"forward": 10.0, "rest": 10 - 0.02 * n}, runs.CPU, None, id="steps that become shorter"),
     pytest.param(lambda n: {"forward": 10.0, "rest": 10 + 0.01 * n}, runs.CPU, None, id="too little"),
     pytest.param(
-        lambda n: {"forward": 10.0, "rest": 100.0 if 80 < n < 120 else 10.0},
-        runs.CPU,
-        None,
-        id="longer for a while",
+        lambda n: {"forward": 10.0, "rest": 100.0 if 80 < n < 120 else 10.0}, runs.CPU, None, id="longer for a while"
     ),
     pytest.param(
         lambda n: {"optimizer": 2.0 if n < 103 else 30.0, "rest": 33.0 if n < 43 else 30.0 if n < 103 else 10.0},

@@ -54,7 +54,7 @@ def test_every_ending_has_an_error_that_shows_it() -> None:
     shown = [
         found.changes for kind, text, words in ERRORS if words and (found := of_error({"type": kind, "text": text}))
     ]
-    assert all(one.changes in shown for one in ENDINGS)
+    assert all(one.changes in shown for one in ENDINGS.values())
 
 
 PEER = {"type": "RuntimeError", "text": "Connection closed by peer", "site": "main (/w/train.py:9)"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from dlprof.result import Outcome
 from tests.fixtures import runs
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS
+from tests.fixtures.sampled_stacks import burst
 
 SECOND = 1000 * MS
 DATALOADER = "/lib/python3/site-packages/torch/utils/data/dataloader.py"
@@ -43,11 +42,7 @@ def run(folder: Path, setup_s: float, stacks: dict[str, int], first_s: float = 0
     facts = {**runs.CPU, "directory": "/w/", "clock": {"unix_ns": 2 * SECOND}}
     path = runs.recorded(folder / "run", (None, light, facts), start_ns=1, end_ns=began + SECOND)
     head = {"start_ns": 4 * SECOND, "end_ns": at + round(first_s * SECOND), "rate": 20, "start": True, "lines": TEXTS}
-    if stacks:
-        lines = "".join(f"{stack} {n}\n" for stack, n in stacks.items())
-        packed = gzip.compress(f"#{json.dumps(head)}\n{lines}".encode())
-        (path / "ranks/00000/stacks.txt.gz").write_bytes(packed)
-    return path
+    return burst(path, stacks, **head) if stacks else path
 
 
 def place(found: Outcome) -> str:
@@ -104,7 +99,8 @@ def test_the_rank_on_which_a_part_takes_longest_is_named(tmp_path: Path) -> None
         light = [runs.light(n, 100 * MS, start_ns=at + n * 100 * MS) for n in range(200)]
         made.append((None, light, {**runs.CPU, "clock": {"unix_ns": 2 * SECOND}}))
     path = runs.recorded(tmp_path / "run", *made, start_ns=1, end_ns=40 * SECOND)
-    parts = {part.part: part for part in diagnose(open_run(path), ()).budget}
+    result = diagnose(open_run(path), (), jobs=1)
+    parts = {part.part: part for part in result.budget}
     assert (parts["setup"].ns, parts["setup"].most_ns, parts["setup"].most_rank) == (6 * SECOND, 15 * SECOND, 2)
     assert (parts["end"].most_rank, parts["steady"].most_ns) == (-1, parts["steady"].ns)
-    assert "setting up 15 % (15.0 s on rank 2)" in budget(diagnose(open_run(path), ())).replace("\u00a0", " ")
+    assert "setting up 15 % (15.0 s on rank 2)" in budget(result).replace("\u00a0", " ")

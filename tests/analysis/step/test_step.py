@@ -12,16 +12,22 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.engine import Measured, RankData
-from dlprof.analysis.step.blocked import blocked, contention
-from dlprof.analysis.step.breakdown import breakdown, part, part_noise, room
+from dlprof.analysis.notices import warnings
+from dlprof.analysis.panels.step import MOST_STREAMS, MOST_WORKERS, excerpt
+from dlprof.analysis.source.line_shares import lines_between
+from dlprof.analysis.step.breakdown import blocked, breakdown, contention, most_saved_ns, part, part_noise
 from dlprof.analysis.step.partition import partition
-from dlprof.analysis.step.run_clock import began_ns, first_times, step_times
 from dlprof.analysis.step.savings import own_time, saving, saving_in_pipelines, saving_input, spread, window_likeness
-from dlprof.analysis.step.step_timeline import MOST_STREAMS, MOST_WORKERS, excerpt
-from dlprof.analysis.step.unused import lines_between, unused_forward
-from dlprof.analysis.step.whole_job import PARTS, validation, whole_job
+from dlprof.analysis.step.whole_job import (
+    PARTS,
+    began_ns,
+    first_times,
+    step_times,
+    unused_forward,
+    validation,
+    whole_job,
+)
 from dlprof.analysis.timeline.steady import STRETCHES, standard_error
 from dlprof.analysis.timeline.steps import step_means, timing
 from dlprof.errors import NotMeasured
@@ -100,6 +106,10 @@ def test_a_gpu_job_traced_without_its_gpu_abstains(tmp_path: Path, sign: str) ->
         runs.rank_of(tmp_path, made).once(partition)
 
 
+def warned(path: Path) -> list[str]:
+    return runs.measured(path, warnings).call(warnings)
+
+
 def parts(run: Measured, *names: str) -> dict[str, float]:
     """Return parts of the mean step of rank 0, ms; all of which add up to it."""
     frame = run.frame(breakdown)
@@ -150,7 +160,7 @@ def test_the_parts_are_brought_to_the_steps_that_were_not_traced(tmp_path: Path,
     if name == "slowed by the profiler":
         assert run.frame(step_means)["overhead"][0] == pytest.approx(2.0)
     if name == "not recorded":
-        (said,) = (w for w in diagnose(open_run(path), [], jobs=1).run.warnings if "not in the traced steps" in w)
+        (said,) = (w for w in warned(path) if "not in the traced steps" in w)
         assert said.startswith("33 % of a step is not in the traced steps")
 
 
@@ -221,20 +231,20 @@ def test_the_room_is_a_ranks_own_time_and_its_waiting_for_anothers(tmp_path: Pat
     # Of each step of 990 µs: 550 computing, 120 in a reduction that nothing hides, 25 copying, 100 waiting for data.
     wanted: tuple[tuple[list[str], int], ...] = ((["copy"], 25), (["computation", "copy"], 575),
                                                  (["communication"], 120), (["checkpoint"], 0), ([], 0))  # fmt: skip
-    assert [asked(run, room, names) for names, _ in wanted] == [us * US for _, us in wanted]
+    assert [asked(run, most_saved_ns, names) for names, _ in wanted] == [us * US for _, us in wanted]
     # Rank 0 waits 100 µs for data itself. Rank 1's 5 µs may be waited for on rank 0, in its reduction of 120 µs.
     busy = traces.training(rank=1)
     for event in busy["traceEvents"]:
         if event["name"].startswith("enumerate(DataLoader)"):
             event["dur"] = 5.0  # µs, of 100
     run = runs.measured(runs.foreign(tmp_path / "two", traces.training(rank=0), busy), breakdown)
-    assert asked(run, room, ["input_wait"]) == 105 * US
+    assert asked(run, most_saved_ns, ["input_wait"]) == 105 * US
     # Ranks that stand still in turn have the sum: 10 ms a step of their own, and 10 ms of waiting for the other's,
     # which is without a trace among the other time.
     pauses = [[runs.stall("garbage_collection", n, 20 * MS) for n in range(r, 30, 2)] for r in (0, 1)]
     rank = (None, [light(n, 100 * MS, first=int(n == 0)) for n in range(30)], runs.CPU)
     run = runs.measured(runs.recorded(tmp_path / "stalls", rank, rank, stalls=pauses), breakdown)
-    assert asked(run, room, ["garbage_collection"]) == pytest.approx(20 * MS, rel=0.1)
+    assert asked(run, most_saved_ns, ["garbage_collection"]) == pytest.approx(20 * MS, rel=0.1)
 
 
 GLOO = {**runs.CPU, "backend": "gloo", "cpu": {"torch_threads": 1}}
@@ -377,8 +387,7 @@ def test_steps_that_are_left_out_and_work_without_a_launch_are_counted(tmp_path:
     rank = runs.rank_of(tmp_path / "b", traces.trace(*events, world_size=1))
     assert rank.once(window_likeness)["left_out"].tolist() == ["1 step that launched nothing on the device"]
     assert rank.once(timing).numbers.tolist() == [0, 1, 2, 4, 5]
-    warnings = diagnose(open_run(tmp_path / "b"), [], jobs=1).run.warnings
-    assert any("1 step that launched nothing" in warning for warning in warnings)
+    assert any("1 step that launched nothing" in warning for warning in warned(tmp_path / "b"))
     on_cpu = traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="")
     assert runs.rank_of(tmp_path / "c", on_cpu).once(window_likeness).empty
 

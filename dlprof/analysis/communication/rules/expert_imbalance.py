@@ -24,7 +24,7 @@ from __future__ import annotations
 from dlprof.analysis.communication.experts import Balance, expert_balance
 from dlprof.analysis.engine import by_rank, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.panels.experts import tokens_of
+from dlprof.analysis.panels.communication import tokens_of
 from dlprof.units import duration
 
 # As of a straggler, which a full rank is: no router is even in every step.

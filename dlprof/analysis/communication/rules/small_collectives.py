@@ -40,7 +40,7 @@ from dlprof.analysis.communication.wrappers import sharding
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.blocked import contention
+from dlprof.analysis.step.breakdown import contention
 from dlprof.analysis.step.savings import own_time, saving
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.result import Panel

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.source.line_shares import CostlyLine, call_sites, costliest, costly_lines
+from dlprof.analysis.source.line_shares import CostlyLine, call_sites, costliest, costly_lines, is_at
 from dlprof.analysis.source.patches import Call
-from dlprof.analysis.step.unused import is_at
 from dlprof.analysis.timeline.steps import mean_step_ns, phases_of_step
 from dlprof.units import duration, percent
 

@@ -27,7 +27,7 @@ from dlprof.analysis.compute.layouts import nchw
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.analysis.source import formats
+from dlprof.analysis.source import insertions
 from dlprof.analysis.source.edits import Call
 from dlprof.analysis.source.line_shares import call_sites
 from dlprof.analysis.timeline.steps import mean_step_ns
@@ -101,9 +101,9 @@ def _change(calls: list[Call], name: str) -> Change:
     """
     to = f"`.to(memory_format=torch.{name})`"
     forward = next((call for call in calls if call.kind == "forward"), None)
-    run = formats.call_of(forward) if forward and forward.takes else None  # the line calls the model itself
-    model = next(map(_model, formats.models(calls, formats.last_name(run.func) if run else "")), "")
-    given = formats.target(forward, run) if forward and run and formats.format_of(forward) == name else None
+    run = insertions.call_of(forward) if forward and forward.takes else None  # the line calls the model itself
+    model = next(map(_model, insertions.models(calls, insertions.last_name(run.func) if run else "")), "")
+    given = insertions.target(forward, run) if forward and run and insertions.format_of(forward) == name else None
     images = (
         f"`{ast.unparse(given)}` in `{ast.unparse(run)}` at {forward.file}:{forward.line}"
         if given and run and forward
@@ -121,8 +121,8 @@ def _change(calls: list[Call], name: str) -> Change:
 
 def _model(call: Call) -> str:
     """Return where the whole model stands, in words."""
-    node = formats.call_of(call)
-    whole = None if node is None else formats.target(call, node)
+    node = insertions.call_of(call)
+    whole = None if node is None else insertions.target(call, node)
     if node is None or whole is None:
         return ""
     inside = "" if whole is node else f" in `{ast.unparse(node.func)}({ast.unparse(whole)}.parameters(), …)`"

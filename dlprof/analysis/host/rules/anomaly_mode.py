@@ -24,8 +24,7 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.host.gaps import HOST, SAVES_FROM
-from dlprof.analysis.host.segments import ANOMALY, Loop, hook_loops
+from dlprof.analysis.host.gaps import ANOMALY, HOST, SAVES_FROM, Loop, hook_loops
 from dlprof.analysis.host.stacks import of_training
 from dlprof.analysis.panel import table
 from dlprof.analysis.timeline.device import Launches, launches

@@ -26,7 +26,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.host.stacks import FRAME, LEAST_SAMPLES, is_own, shown
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import texts_of
-from dlprof.analysis.step.blocked import steady_usage
+from dlprof.analysis.step.breakdown import steady_usage
 from dlprof.analysis.timeline.steady import ENOUGH, standard_error, steady_steps
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured

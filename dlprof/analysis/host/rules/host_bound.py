@@ -30,16 +30,14 @@ from dlprof.analysis import idioms, settings
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, maybe, needs, per_rank
 from dlprof.analysis.estimate import COMPILED, UNKNOWN, Estimate, Explanation, Rule, change, worst
-from dlprof.analysis.host.between import HeldUp, held_up
-from dlprof.analysis.host.gaps import HOST, PYTHON, SAVES_FROM, host_work, launch_means
-from dlprof.analysis.host.parts import MANY_CALLS, ON_CPU, ON_DEVICE
-from dlprof.analysis.host.segments import model_calls
+from dlprof.analysis.host.gaps import HOST, PYTHON, SAVES_FROM, host_work, launch_means, model_calls
+from dlprof.analysis.host.parts import MANY_CALLS, ON_CPU, ON_DEVICE, HeldUp, held_up
 from dlprof.analysis.host.stacks import COMPUTING, hottest, hottest_own, hottest_place, shown
-from dlprof.analysis.host.syncs import sync_waits
+from dlprof.analysis.host.waiting import sync_waits
 from dlprof.analysis.input.loader import before_forward
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import costliest, costly_lines
-from dlprof.analysis.source.options import Option, options, with_option
+from dlprof.analysis.source.where import Option, options, with_option
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steady import light_steps
 from dlprof.analysis.timeline.steps import mean_step_ns, step_means

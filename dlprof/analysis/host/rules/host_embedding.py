@@ -39,9 +39,7 @@ def check(host_tables: Frame = needs(host_tables)) -> Estimate:
     if host_tables.empty:
         return nothing("no embedding table is in host memory")
     return Estimate(
-        gone_ns=by_rank(host_tables, "gain_ns"),
-        noise_of=HOST,
-        loses="would be saved by embeddings on the device",
+        gone_ns=by_rank(host_tables, "gain_ns"), noise_of=HOST, loses="would be saved by embeddings on the device"
     )
 
 

@@ -25,7 +25,7 @@ from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
 from dlprof.analysis.host.parts import WAITS, gains_of, host_parts
-from dlprof.analysis.host.syncs import GRAD_SCALER, linked
+from dlprof.analysis.host.waiting import GRAD_SCALER, linked
 from dlprof.analysis.panel import table
 from dlprof.analysis.panels.host import COLUMNS, by_python
 from dlprof.analysis.timeline.steps import check_marked, step_means
@@ -89,12 +89,12 @@ def check(
 def explain(estimate: Estimate, linked: Frame = needs(linked), job: Job = needs(JOB)) -> Explanation:
     rank = estimate.worst
     mine = estimate.rows(linked[(linked["copied"] == "") & (linked["looped"] == 0)]).sort_values("ns", ascending=False)
-    first, times = mine["asked"].iloc[0], often(float(mine["calls"].sum())).capitalize()
+    first, times = mine["caller"].iloc[0], often(float(mine["calls"].sum())).capitalize()
     optimizer = settings.optimizer(job)
     known = _CURES if not optimizer or settings.takes_fused(optimizer) else _CURES | {GRAD_SCALER: _NO_SCALER}
     asked = [
         next((kind for kind in (_OF_DEVICE, _OF_EVENT) if not operator and kind in call), operator)
-        for operator, call in zip(mine["asked"], mine["call"], strict=True)
+        for operator, call in zip(mine["caller"], mine["call"], strict=True)
     ]
     cures = dict.fromkeys(known[operator] for operator in asked if operator in known)
     all_of_them = ", all of them: without one alone it would wait in the next" if mine["calls"].sum() > 1.5 else ""

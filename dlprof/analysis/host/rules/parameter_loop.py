@@ -25,9 +25,8 @@ from dlprof.analysis import settings
 from dlprof.analysis.communication.collectives import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.host.gaps import HOST, SAVES_FROM
+from dlprof.analysis.host.gaps import HOOK, HOST, SAVES_FROM
 from dlprof.analysis.host.parts import LOOP, gains_of, host_parts, places_of
-from dlprof.analysis.host.segments import HOOK
 from dlprof.analysis.host.stacks import hottest
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import call_sites

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dlprof.analysis.engine import Frame, by_rank, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
-from dlprof.analysis.host.queue import EVENT, FUNCTION, GRAPH_NODE, MEMORY, OTHER_STREAM, queued_waits
+from dlprof.analysis.host.waiting import EVENT, FUNCTION, GRAPH_NODE, MEMORY, OTHER_STREAM, queued_waits
 from dlprof.analysis.panels.host import waits_table
 from dlprof.analysis.settings import EXPANDABLE
 from dlprof.analysis.step.breakdown import breakdown, part

@@ -26,7 +26,6 @@ from dlprof.analysis import settings
 from dlprof.analysis.communication.collectives import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, UNKNOWN, Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.host.between import between_twice
 from dlprof.analysis.host.gaps import (
     HOST,
     SAVES_FROM,
@@ -36,12 +35,11 @@ from dlprof.analysis.host.gaps import (
     longest_silence,
     own_python,
 )
-from dlprof.analysis.host.parts import BETWEEN, gains_of, host_parts
+from dlprof.analysis.host.parts import BETWEEN, between_twice, gains_of, host_parts
 from dlprof.analysis.host.stacks import hottest, hottest_own, hottest_place, shown
 from dlprof.analysis.input.loader import before_forward
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
-from dlprof.analysis.step.unused import lines_between
+from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines, lines_between
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.result import Change
 from dlprof.units import duration, percent, short

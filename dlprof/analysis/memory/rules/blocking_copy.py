@@ -19,7 +19,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import HOST, SAVES_FROM
-from dlprof.analysis.host.syncs import linked, together
+from dlprof.analysis.host.waiting import gains_without, linked
 from dlprof.analysis.memory.copies import copies
 from dlprof.analysis.panels.compute import copy_table
 from dlprof.units import duration, often
@@ -30,7 +30,7 @@ def check(linked: Frame = needs(linked), job: Job = needs(JOB)) -> Estimate:
     if not len(waits):
         return nothing("no copy from pinned memory is waited for")
     return Estimate(
-        gone_ns=together(job, waits),
+        gone_ns=gains_without(job, waits),
         noise_of=HOST,
         least_of=HOST,
         loses="is idle device time because the script waited for a copy",

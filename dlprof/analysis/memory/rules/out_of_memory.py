@@ -27,7 +27,7 @@ from dlprof.analysis.memory.failures import ERROR, KERNEL, KILLED, SNAPSHOT, cur
 from dlprof.analysis.memory.memory import memory_composition, memory_use
 from dlprof.analysis.memory.snapshot import NO_SNAPSHOT, memory_holders, memory_state
 from dlprof.analysis.panel import table
-from dlprof.analysis.panels.memory import LINES
+from dlprof.analysis.panels.compute import LINES
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change
 from dlprof.units import count, percent, size

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dlprof.analysis.engine import Frame, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.panels.pipeline import gantt
+from dlprof.analysis.panels.communication import gantt
 from dlprof.analysis.pipeline.chunks import pipeline_chunks
 from dlprof.analysis.pipeline.pipes import bubbles, stage_lengths
 from dlprof.errors import DoesNotApply

@@ -31,7 +31,7 @@ import pandas as pd
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.panels.step import stall_bars
-from dlprof.analysis.step.breakdown import breakdown, part, part_noise, room
+from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part, part_noise
 from dlprof.analysis.step.savings import LEAST_NOISE, stall_savings
 from dlprof.analysis.step.whole_job import training_steps, whole_job
 from dlprof.analysis.timeline.stalls import stall_means, stalled_steps, stalls_of
@@ -53,12 +53,12 @@ def check(
     training_steps: Maybe[pd.Series[float]] = maybe(training_steps),
 ) -> Estimate:
     saved = part(breakdown, _KIND)
-    stalls = min(stall_savings[_KIND], room(breakdown, (_KIND,)))
+    stalls = min(stall_savings[_KIND], most_saved_ns(breakdown, (_KIND,)))
     longer, noise = stalls_of(stall_means, _KIND, worst(saved))[["longer_ns", "longer_noise_ns"]].iloc[0].astype(float)
     if not longer > LEAST_NOISE * noise:
         longer = noise = 0.0
     # What else varies between the steps, as how long a collection of garbage takes, is no cost of saving.
-    longer = min(longer, max(room(breakdown, RULE.saves_from) - stalls, 0.0))
+    longer = min(longer, max(most_saved_ns(breakdown, RULE.saves_from) - stalls, 0.0))
     recorded = stall_means["stalls"][stall_means["kind"] == _KIND].any()
     parts = whole_job.or_none()
     if not recorded and parts is not None and (parts["part"] == _KIND).any():

@@ -25,10 +25,10 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.host.between import HeldUp, held_up
 from dlprof.analysis.host.gaps import HOST
+from dlprof.analysis.host.parts import HeldUp, held_up
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import breakdown, part, room
+from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part
 from dlprof.analysis.step.savings import stall_savings
 from dlprof.analysis.timeline.stalls import compilations, stall_means, stalls_of
 from dlprof.errors import NotMeasured
@@ -60,7 +60,7 @@ def check(
         )
     if not len(compilations) and settings.model(job).get("compiled"):
         raise NotMeasured("the model is compiled, but this version of torch does not tell when")
-    saving = min(stall_savings[_KIND], room(breakdown, (_KIND,)))
+    saving = min(stall_savings[_KIND], most_saved_ns(breakdown, (_KIND,)))
     return Estimate(
         saving_ns=saving,
         within={_KIND: saving},

@@ -22,7 +22,7 @@ from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.stacks import own_lines, shown
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.unused import unused_forward
+from dlprof.analysis.step.whole_job import unused_forward
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
 from dlprof.units import count, digits, duration, percent

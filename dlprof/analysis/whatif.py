@@ -11,8 +11,10 @@ shares, and values in between are interpolated. A rank without a device has no r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -48,11 +50,83 @@ from dlprof.analysis.timeline import device, host
 from dlprof.analysis.timeline.device import device_work
 from dlprof.analysis.timeline.steps import mean_step_ns, step_series
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
-from dlprof.analysis.whatif.asked import PERFECT, Asked
-from dlprof.errors import NotMeasured
+from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import Run
 from dlprof.result.figures import Throughput
 from dlprof.result.scale import Answer, Answers
+
+PERFECT = math.inf
+
+_FACTOR = re.compile(r"[x×]?\s*(\d+(?:\.\d+)?)\s*[x×]?")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Changes of a run. Factors say how many times as fast something is; None: as it is."""
+
+    input: float | None = None  # making batches; PERFECT: each is ready when it is requested
+    workers: int | None = None
+    network: float | None = None  # moving bytes between ranks; PERFECT: in no time
+    device: float | None = None  # computing: kernels, or on a CPU all operators
+    host: float | None = None  # Python, operators and launches on a GPU's host
+    copies: float | None = None  # between host and device
+    stages: bool = False  # of a pipeline, all alike
+    microbatches: int | None = None
+    schedule: str | None = None  # of a pipeline
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The changes in words, as in the request."""
+        return tuple(_written(f.name, getattr(self, f.name)) for f in fields(self) if self._sets(f.name))
+
+    @property
+    def singles(self) -> Iterator[Request]:
+        """Each change alone."""
+        for f in fields(self):
+            if self._sets(f.name):
+                yield replace(Request(), **{f.name: getattr(self, f.name)})
+
+    def without(self, others: Iterable[Request]) -> Request:
+        """Return the changes that none of the others makes."""
+        none = Request()
+        names = {f.name for one in others for f in fields(one) if one._sets(f.name)}
+        return replace(self, **{name: getattr(none, name) for name in names})
+
+    @property
+    def of_pipeline(self) -> bool:
+        """Whether it changes a pipeline."""
+        return self.stages or self.microbatches is not None or self.schedule is not None
+
+    @property
+    def of_input(self) -> bool:
+        """Whether it changes how batches are made."""
+        return self.input is not None or self.workers is not None
+
+    def _sets(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and value is not False  # 0 workers are a request
+
+
+def _written(name: str, value: float | int | str | bool) -> str:
+    if name == "stages":
+        return "even stages"
+    if name in ("workers", "microbatches", "schedule"):
+        return f"{name} {value}"
+    if value == PERFECT:
+        return f"perfect {name}"
+    return f"{name} {value:g} × as fast"
+
+
+def factor(text: str) -> float:
+    """Return the factor that "x2", "2x", "1.5" or "perfect" stands for; raise DlprofError for any other text."""
+    if text.strip().lower() == "perfect":
+        return PERFECT
+    m = _FACTOR.fullmatch(text.strip().lower())
+    value = float(m[1]) if m else 0.0
+    if not 0 < value < 1e6:
+        raise DlprofError(f"{text!r} is no speed; write 2x, 1.5x or perfect")
+    return value
+
 
 # The loaders of so many ranks, the slowest, are replayed. The others are assumed to gain the mean of these.
 _MOST_RANKS = 32
@@ -79,21 +153,21 @@ class Known:
     throughput: Maybe[Throughput] = maybe(throughput)
 
 
-def answers(run: Run, request: Asked, jobs: int | None = None, progress: Progress | None = None) -> Answers:
+def answers(run: Run, request: Request, jobs: int | None = None, progress: Progress | None = None) -> Answers:
     """Return what the changes give on a run; raise NotMeasured where no step of it is known."""
     singles = tuple(request.singles)
     every = (*singles, request) if len(singles) > 1 else singles
-    measured = measure(run, [Known], jobs, progress, also=partial(replays, (Asked(), *every)))
+    measured = measure(run, [Known], jobs, progress, also=partial(replays, (Request(), *every)))
     return answered(measured, every, len(singles))
 
 
-def predictions(run: Run, changes: Sequence[Asked]) -> list[Answer]:
+def predictions(run: Run, changes: Sequence[Request]) -> list[Answer]:
     """Return what each of several changes gives alone; raise NotMeasured where no step of the run is known."""
-    measured = measure(run, [Known], also=partial(replays, (Asked(), *changes)))
+    measured = measure(run, [Known], also=partial(replays, (Request(), *changes)))
     return list(answered(measured, changes, len(changes)).alone)
 
 
-def answered(measured: Measured, every: Sequence[Asked], singles: int) -> Answers:
+def answered(measured: Measured, every: Sequence[Request], singles: int) -> Answers:
     """Return the answers from what was measured: of `every`, the first so many are single changes."""
     try:
         known = measured.call(Known)
@@ -120,23 +194,14 @@ class _Replayed:
     frame: pd.DataFrame
     place: int
 
-    def ratio(self, rank: int, fetch: float, left: float = 1.0) -> float | None:
+    def ratio(self, rank: int, fetch: float, left: float = 1.0, *, changed: bool = True) -> float | None:
         """Return the step of a rank as a multiple of its step as it is; None where it was not replayed."""
-        return self._of(self.place, rank, fetch, left)
-
-    def without_fetch(self, rank: int) -> float | None:
-        """Return the same for the rank without changes and without its wait for data."""
-        return self._of(0, rank, 0.0, 1.0)
-
-    def _of(self, place: int, rank: int, fetch: float, left: float) -> float | None:
-        f = self.frame
+        f, place = self.frame, self.place if changed else 0
         mine = f[(f["rank"] == rank) & (f["change"] == place) & (f["fetch"] == fetch)].sort_values("communication")
-        if not len(mine):
-            return None
-        return float(np.interp(left, mine["communication"], mine["ratio"]))
+        return float(np.interp(left, mine["communication"], mine["ratio"])) if len(mine) else None
 
 
-def _answer(known: Known, change: Asked, replayed: _Replayed) -> Answer:
+def _answer(known: Known, change: Request, replayed: _Replayed) -> Answer:
     try:
         step, unknown = _step(known, change, replayed)
     except NotMeasured as e:
@@ -147,7 +212,7 @@ def _answer(known: Known, change: Asked, replayed: _Replayed) -> Answer:
     return Answer(change.named, step, error_ns=error, unknown=tuple(dict.fromkeys(unknown)))
 
 
-def _step(known: Known, change: Asked, replays: _Replayed) -> tuple[float, list[str]]:
+def _step(known: Known, change: Request, replays: _Replayed) -> tuple[float, list[str]]:
     """Return the mean steady step with some changes, and what is not known of it; raise NotMeasured."""
     unknown: list[str] = []
     factor = _of_pipeline(known, change, unknown) if change.of_pipeline else 1.0
@@ -166,10 +231,10 @@ def _step(known: Known, change: Asked, replays: _Replayed) -> tuple[float, list[
     return max((known.mean_step_ns - gain) * factor, 0.0), unknown
 
 
-def _settled(known: Known, change: Asked, gone: Mapping[int, float]) -> float:
+def _settled(known: Known, change: Request, gone: Mapping[int, float]) -> float:
     """Return how much shorter the job's step is where each rank's own time is shorter by so much; below 0: longer."""
     series = known.step_series.or_none()
-    if change == Asked(input=PERFECT) and series is not None:
+    if change == Request(input=PERFECT) and series is not None:
         return saving_input(series, known.own_time, gone)
     if min(gone.values()) >= 0:
         return saving(known.own_time, gone)
@@ -177,11 +242,11 @@ def _settled(known: Known, change: Asked, gone: Mapping[int, float]) -> float:
     return float(own.max() - max(own[r] - ns for r, ns in gone.items()))
 
 
-def _gained(known: Known, change: Asked, replays: _Replayed, rank: int, own_ns: float, unknown: list[str]) -> float:
+def _gained(known: Known, change: Request, replays: _Replayed, rank: int, own_ns: float, unknown: list[str]) -> float:
     """Return how much shorter a rank's own time is, ns; below 0: longer."""
     cpu = settings.on_cpu(known.job)
     left = _communication_left(known, change, rank, unknown) if change.network is not None and not cpu else 1.0
-    now, then = replays.without_fetch(rank), replays.ratio(rank, 0.0, left)
+    now, then = replays.ratio(rank, 0.0, changed=False), replays.ratio(rank, 0.0, left)
     if now is None or then is None:
         if not cpu:
             raise NotMeasured("the traced steps cannot be replayed: the trace lacks launches, or steps")
@@ -189,18 +254,18 @@ def _gained(known: Known, change: Asked, replays: _Replayed, rank: int, own_ns: 
     step = known.mean_step_ns
     if change.input == PERFECT:
         return (1 - then) * step
-    recordings = known.loop_times.or_none()
-    if recordings is not None and not _lacks_batches(recordings, rank):
-        return step - _with_loader(recordings, rank, change, then / now if now else 1.0)
+    lacking = _lacking(known, rank)
+    if not lacking:
+        return step - _with_loader(known.loop_times.get(), rank, change, then / now if now else 1.0)
     if change.of_input:
-        raise NotMeasured(f"the batches of rank {rank} were not recorded: {_why(known, rank)}")
+        raise NotMeasured(f"the batches of rank {rank} were not recorded: {lacking}")
     if change.device is not None or change.host is not None:
         unknown.append("whether the loader keeps up with faster steps is not known: its batches were not recorded")
     whole = replays.ratio(rank, 1.0, left)
     return (1 - (then if whole is None else whole)) * step
 
 
-def _gained_on_cpu(known: Known, change: Asked, rank: int, own_ns: float, unknown: list[str]) -> float:
+def _gained_on_cpu(known: Known, change: Request, rank: int, own_ns: float, unknown: list[str]) -> float:
     """Return the same for a rank without a device: its parts of the step at the requested speeds."""
     if change.host is not None or change.copies is not None:
         raise NotMeasured("the job trains on the CPU: device is what computes there, and nothing is copied")
@@ -222,16 +287,16 @@ def _gained_on_cpu(known: Known, change: Asked, rank: int, own_ns: float, unknow
         if waits is None:
             raise NotMeasured(known.input_waits.why())
         return removed + wait
-    recordings = known.loop_times.or_none()
-    if recordings is not None and not _lacks_batches(recordings, rank):
+    lacking = _lacking(known, rank)
+    if not lacking:
         loop = max(own_ns - wait, 1.0)
-        return known.mean_step_ns - _with_loader(recordings, rank, change, max(loop - removed, 1.0) / loop)
+        return known.mean_step_ns - _with_loader(known.loop_times.get(), rank, change, max(loop - removed, 1.0) / loop)
     if change.of_input:
-        raise NotMeasured(f"the batches of rank {rank} were not recorded: {_why(known, rank)}")
+        raise NotMeasured(f"the batches of rank {rank} were not recorded: {lacking}")
     return removed
 
 
-def _with_loader(recordings: AllLoopTimes, rank: int, change: Asked, own: float) -> float:
+def _with_loader(recordings: AllLoopTimes, rank: int, change: Request, own: float) -> float:
     """Return a rank's step if the loop's own work takes `own` times as long and the loader changes as requested."""
     now, pace = trusted(recordings, rank), recordings.of(rank)
     then = replace(pace, own=pace.own * own)
@@ -248,23 +313,16 @@ def _with_loader(recordings: AllLoopTimes, rank: int, change: Asked, own: float)
     return correction(recordings, rank, now)(replayed(then, workers)).step_ns
 
 
-def _lacks_batches(recordings: AllLoopTimes, rank: int) -> bool:
-    try:
-        trusted(recordings, rank)
-    except NotMeasured:
-        return True
-    return False
-
-
-def _why(known: Known, rank: int) -> str:
+def _lacking(known: Known, rank: int) -> str:
+    """Return why the loader of a rank cannot be replayed; "" where it can."""
     try:
         trusted(known.loop_times.get(), rank)
-    except NotMeasured as e:
+    except (NotMeasured, MeasureFailed) as e:
         return str(e)
     return ""
 
 
-def _communication_left(known: Known, change: Asked, rank: int, unknown: list[str]) -> float:
+def _communication_left(known: Known, change: Request, rank: int, unknown: list[str]) -> float:
     """Return the remaining share of a rank's collectives on a faster network: the waiting in them stays."""
     assert change.network is not None
     exposed_transfer = known.exposed_transfer.get()
@@ -282,7 +340,7 @@ def _communication_left(known: Known, change: Asked, rank: int, unknown: list[st
     return 1 - moves * (1 - 1 / change.network)
 
 
-def _of_pipeline(known: Known, change: Asked, unknown: list[str]) -> float:
+def _of_pipeline(known: Known, change: Request, unknown: list[str]) -> float:
     """Return the pipeline's step with other settings as a multiple of its present step: the slowest of several."""
     if change.device is not None or change.network is not None:
         unknown.append("a pipeline's gain is taken to be the same share of a step that is faster anyway")
@@ -296,11 +354,10 @@ def _of_pipeline(known: Known, change: Asked, unknown: list[str]) -> float:
 # Shares of the collectives' length that are left.
 LEFT = (0.0, 0.5, 1.0)
 
-
 COLUMNS = ("change", "fetch", "communication", "ratio")
 
 
-def replays(changes: Sequence[Asked], rank: RankData) -> pd.DataFrame:
+def replays(changes: Sequence[Request], rank: RankData) -> pd.DataFrame:
     """Return the rank's step with each change, as a multiple of its present step.
 
     Columns: change (its place in `changes`), fetch (1: with the wait for data as it is, 0: without), communication (the
@@ -325,7 +382,7 @@ def replays(changes: Sequence[Asked], rank: RankData) -> pd.DataFrame:
     return rank.call(ratios)
 
 
-def _durations(change: Asked, work: pd.DataFrame, now: NDArray[np.int64], left: float) -> NDArray[np.int64]:
+def _durations(change: Request, work: pd.DataFrame, now: NDArray[np.int64], left: float) -> NDArray[np.int64]:
     """Return how long each piece of the device's work takes; kernels keep the least that any kernel takes."""
     then = now.astype(float)
     if change.device is not None:

@@ -8,44 +8,52 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis import overview
 from dlprof.analysis.engine import Measured
-from dlprof.analysis.overview import override_effects
+from dlprof.analysis.figures import SECTIONS, override_effects, run_info
+from dlprof.analysis.figures import facts as facts_of
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels.machine import SAMPLES_PICTURE
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
-from tests.fixtures import readings
+from tests.fixtures import allocator, readings
 from tests.fixtures.readings import sampled
 from tests.fixtures.runs import CPU, MS, light, measured, recorded
 
 STEPS = [light(n, 100 * MS) for n in range(9)]
 SOFTWARE = {"torch": "2.13.0", "python": "3.11.7"}
-FACTS = {**CPU, "versions": SOFTWARE, "loaders": [{"num_workers": 2}], "environment": {"OMP_NUM_THREADS": "2"}}
+FACTS = {**CPU, "versions": SOFTWARE, "loaders": [{"num_workers": 2}], "env": {"OMP_NUM_THREADS": "2"}}
 
 
 def known(run: Measured, section: str) -> dict[str, str]:
-    return {fact.name: fact.value for fact in overview.facts(run) if fact.section == section}
+    return {fact.name: fact.value for fact in facts_of(run) if fact.section == section}
 
 
 def test_a_run_is_named_and_a_fact_in_which_ranks_differ_shows_all_its_values(tmp_path: Path) -> None:
     other = FACTS | {"versions": SOFTWARE | {"torch": "2.12.0"}}
-    run = measured(recorded(tmp_path / "run", (None, STEPS, FACTS), (None, STEPS, other)), *overview.SECTIONS)
+    run = measured(recorded(tmp_path / "run", (None, STEPS, FACTS), (None, STEPS, other)), *SECTIONS)
     software = known(run, "Software")
     assert (software["torch"], software["python"], "cuda" in software) == ("2.13.0, 2.12.0", "3.11.7", False)
     assert (known(run, "Job")["ranks"], known(run, "Device")["type"]) == ("2 of 2", "cpu")
-    assert all(fact.value for fact in overview.facts(run))
-    info = overview.run_info(run.job, ["a warning"])
+    assert known(run, "Environment") == {"OMP_NUM_THREADS": "2"}
+    assert all(fact.value for fact in facts_of(run))
+    info = run_info(run.job, ["a warning"])
     assert (info.path, info.ranks, info.missing_ranks, info.world_size) == ("run", (0, 1), (), 2)
     assert (info.device, info.torch, info.warnings) == ("CPU", "2.13.0", ("a warning",))
     # Lists are written as people write them.
     facts = FACTS | {"device": {"capability": [9, 0]}, "cpu": {"units": ["avx2", "fma"]}}
-    device = known(measured(recorded(tmp_path / "gpu", (None, STEPS, facts)), *overview.SECTIONS), "Device")
+    device = known(measured(recorded(tmp_path / "gpu", (None, STEPS, facts)), *SECTIONS), "Device")
     assert (device["capability"], device["cpu units"]) == ("9.0", "avx2, fma")
+    # Of memory the most of any rank.
+    gb = allocator.GB
+    run = measured(
+        allocator.recorded(tmp_path / "memory", *([allocator.reading(0, n * gb)] for n in (3, 8))), *SECTIONS
+    )
+    memory = known(run, "Memory")
+    assert (memory["most allocated"], memory["allocations that failed"]) == ("8.50 GB of 100 GB (8.5 %)", "0")
     # One that left next to nothing has facts all the same.
-    bare = measured(recorded(tmp_path / "bare", (None, [], {})), *overview.SECTIONS)
+    bare = measured(recorded(tmp_path / "bare", (None, [], {})), *SECTIONS)
     assert known(bare, "Job")
-    assert overview.run_info(bare.job, []).device == ""
+    assert run_info(bare.job, []).device == ""
 
 
 @pytest.mark.parametrize(("alone", "told"), [((True, True), True), ((True, False), False), ((True,), False)])
@@ -53,7 +61,7 @@ def test_processes_that_train_apart_are_said_to_be_ranks_in_name_only(
     tmp_path: Path, alone: tuple[bool, ...], told: bool
 ) -> None:
     path = recorded(tmp_path, *((None, STEPS, {**CPU, "alone": one, "world_size": 1}) for one in alone))
-    run = measured(path, *overview.SECTIONS)
+    run = measured(path, *SECTIONS)
     assert run.job.apart is told
     assert ("process group" in known(run, "Job")) is told
 
@@ -81,7 +89,7 @@ def test_overrides_say_before_value_place_and_how_often(
     for n, entries in enumerate(ranks):
         if entries is not None:
             (made / f"ranks/{n:05d}/overrides.json").write_text(json.dumps(entries))
-    run = measured(made, override_effects, *overview.SECTIONS)
+    run = measured(made, override_effects, *SECTIONS)
     assert known(run, "Overrides") == facts
     if not facts:
         with pytest.raises(NotMeasured):
@@ -93,7 +101,7 @@ def test_a_line_a_rank_and_host_of_what_was_sampled_and_the_facts(tmp_path: Path
     folder = sampled(tmp_path / "a", rows, rows)
     host = {"core_percent": [100, 50, 0, 0], "memory_used_bytes": 4e9}
     readings.write(folder / "hosts/node-1/host.jsonl", [host] * 40)
-    run = measured(folder, SAMPLES_PICTURE.draw, *overview.SECTIONS)
+    run = measured(folder, SAMPLES_PICTURE.draw, *SECTIONS)
     cores, memory = (p for p in drawn(run, [SAMPLES_PICTURE]) if p.title in ("Cores in use", "Memory in use"))
     assert cores.columns == ("time_ns", "rank 0", "rank 1", "loader workers and other children", "all of node-1")
     # The children of both ranks together; every line has a point in every row.
@@ -116,7 +124,7 @@ def test_a_line_a_rank_and_host_of_what_was_sampled_and_the_facts(tmp_path: Path
 def test_energy_is_told_where_a_gpu_told_it(tmp_path: Path) -> None:
     rows = [{"energy_j": 600 * n, "power_w": 590, "sm_busy_share": 0.5} for n in range(40)]
     folder = sampled(tmp_path, rows, name="gpu.jsonl")
-    run = measured(folder, SAMPLES_PICTURE.draw, *overview.SECTIONS)
+    run = measured(folder, SAMPLES_PICTURE.draw, *SECTIONS)
     assert known(run, "GPU") == {"multiprocessors at work": "50 %", "power": "600 W", "energy of a step": "540 J"}
     titles = [p.title for p in drawn(run, [SAMPLES_PICTURE])]
     assert ("GPU: power" in titles, "GPU: some kernel ran" in titles) == (True, False)

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.diagnosis import diagnose
-from dlprof.analysis.rules import RULES
-from dlprof.analysis.whatif.answers import COLUMNS, answers, predictions, replays
-from dlprof.analysis.whatif.asked import PERFECT, Asked, factor
+from dlprof.analysis.input.rules import input_wait
+from dlprof.analysis.whatif import COLUMNS, PERFECT, Request, answers, factor, predictions, replays
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import open_run
 from tests.fixtures import loaders, pipelines, runs, traces
+from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS
 
 GEMM, COPY = 600_000, 200_000
@@ -34,11 +33,11 @@ def test_no_speed(text: str) -> None:
 
 
 def test_each_change_alone_and_in_words() -> None:
-    asked = Asked(input=PERFECT, workers=0, device=1.5, stages=True, microbatches=8)
+    asked = Request(input=PERFECT, workers=0, device=1.5, stages=True, microbatches=8)
     assert asked.named == ("perfect input", "workers 0", "device 1.5 × as fast", "even stages", "microbatches 8")
     assert [one.named for one in asked.singles] == [(name,) for name in asked.named]
-    assert (asked.of_pipeline, asked.of_input, Asked().named) == (True, True, ())
-    assert not Asked(network=2.0).of_pipeline
+    assert (asked.of_pipeline, asked.of_input, Request().named) == (True, True, ())
+    assert not Request(network=2.0).of_pipeline
 
 
 def job(fetch: int = 0) -> dict[str, Any]:
@@ -59,16 +58,16 @@ def job(fetch: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("asked", "fetch", "ratio"),
     [
-        (Asked(), 0, 1.0),
-        (Asked(device=2.0), 0, 1 - 0.3),
-        (Asked(copies=2.0), 0, 1 - 0.1),
-        (Asked(device=2.0, copies=2.0), 0, 1 - 0.4),
-        (Asked(device=0.5), 0, 1.6),
-        (Asked(), 150_000, 1 - 0.15),
+        (Request(), 0, 1.0),
+        (Request(device=2.0), 0, 1 - 0.3),
+        (Request(copies=2.0), 0, 1 - 0.1),
+        (Request(device=2.0, copies=2.0), 0, 1 - 0.4),
+        (Request(device=0.5), 0, 1.6),
+        (Request(), 150_000, 1 - 0.15),
     ],
 )
-def test_traced_steps_are_replayed(tmp_path: Path, asked: Asked, fetch: int, ratio: float) -> None:
-    frame = replays((Asked(), asked), runs.rank_of(tmp_path, job(fetch)))
+def test_traced_steps_are_replayed(tmp_path: Path, asked: Request, fetch: int, ratio: float) -> None:
+    frame = replays((Request(), asked), runs.rank_of(tmp_path, job(fetch)))
     assert tuple(frame.columns) == COLUMNS
     (found,) = frame[(frame["change"] == 1) & (frame["fetch"] == (0.0 if fetch else 1.0))]["ratio"]
     assert found == pytest.approx(ratio, abs=0.02)
@@ -76,7 +75,7 @@ def test_traced_steps_are_replayed(tmp_path: Path, asked: Asked, fetch: int, rat
 
 def test_a_rank_without_a_device_has_no_replay(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path, traces.trace(traces.step(1, 0, MS), traces.op("aten::mm", 0, MS), world_size=1))
-    assert len(replays((Asked(),), rank)) == 0
+    assert len(replays((Request(),), rank)) == 0
 
 
 def waiting(folder: Path) -> Path:
@@ -99,31 +98,31 @@ def exchanging(folder: Path) -> Path:
 
 
 # What is asked of a job, and the step then, ms; NaN: nobody knows.
-ASKED: dict[str, tuple[Any, list[tuple[Asked, float]]]] = {
+REQUESTS: dict[str, tuple[Any, list[tuple[Request, float]]]] = {
     "a loader that waits for storage": (
         waiting,
         [
-            *((Asked(workers=n), ms) for n, ms in ((0, 80.0), (1, 60.0), (2, 30.0), (3, 20.0), (8, 20.0))),
-            *((Asked(input=2.0), 30), (Asked(input=PERFECT), 20)),
-            *((asked, math.nan) for asked in (Asked(microbatches=4), Asked(host=2.0), Asked(copies=2.0))),
+            *((Request(workers=n), ms) for n, ms in ((0, 80.0), (1, 60.0), (2, 30.0), (3, 20.0), (8, 20.0))),
+            *((Request(input=2.0), 30), (Request(input=PERFECT), 20)),
+            *((asked, math.nan) for asked in (Request(microbatches=4), Request(host=2.0), Request(copies=2.0))),
         ],
     ),
-    "a device": (computing, [(Asked(device=2.0), 0.505), (Asked(host=2.0), 1), (Asked(workers=4), math.nan)]),
+    "a device": (computing, [(Request(device=2.0), 0.505), (Request(host=2.0), 1), (Request(workers=4), math.nan)]),
     # A stage computes for 60 ms, and idles for an eighth of that with 8 micro-batches, for half of it with 2.
     "a pipeline of two stages": (
         pipelines.two_stages,
         [
-            *((Asked(microbatches=2), 100), (Asked(microbatches=8), 77.5), (Asked(schedule="GPipe"), 100)),
-            *((Asked(stages=True), 100), (Asked(schedule="ZBVZeroBubble"), math.nan)),
+            *((Request(microbatches=2), 100), (Request(microbatches=8), 77.5), (Request(schedule="GPipe"), 100)),
+            *((Request(stages=True), 100), (Request(schedule="ZBVZeroBubble"), math.nan)),
         ],
     ),
-    "two CPUs": (exchanging, [(Asked(device=2.0), 8), (Asked(network=2.0), 13), (Asked(network=PERFECT), 12)]),
+    "two CPUs": (exchanging, [(Request(device=2.0), 8), (Request(network=2.0), 13), (Request(network=PERFECT), 12)]),
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", REQUESTS)
 def test_what_a_step_would_be(tmp_path: Path, name: str) -> None:
-    recorded, asked = ASKED[name]
+    recorded, asked = REQUESTS[name]
     found = predictions(open_run(recorded(tmp_path)), [one for one, _ in asked])
     steps = [math.nan if one.step_ns is None else one.step_ns / MS for one in found]
     assert steps == pytest.approx([ms for _, ms in asked], rel=0.06, nan_ok=True)
@@ -137,14 +136,14 @@ def test_changes_together_show_the_loader_that_cannot_keep_up(tmp_path: Path) ->
     ]
     path = loaders.recorded(tmp_path, fetch=36, cpu=1, workers=2)
     traces.write(path / "ranks/00000/trace.json.gz", traces.trace(*each, world_size=1))
-    found = answers(open_run(path), Asked(device=2.0, workers=4))
+    found = answers(open_run(path), Request(device=2.0, workers=4))
     steps = [one.step_ns for one in (*found.alone, found.together) if one is not None]
     # More workers change nothing; two of them make a batch in 18 ms.
     assert steps == [pytest.approx(ms * MS, rel=0.15) for ms in (20, 18, 10)]
 
 
 def test_what_has_no_answer_is_left_out_of_changes_together(tmp_path: Path) -> None:
-    both = answers(open_run(waiting(tmp_path)), Asked(input=PERFECT, microbatches=4))
+    both = answers(open_run(waiting(tmp_path)), Request(input=PERFECT, microbatches=4))
     assert [a.step_ns is None for a in both.alone] == [False, True]
     assert both.together is not None
     assert both.together.changes == ("perfect input",)
@@ -153,15 +152,15 @@ def test_what_has_no_answer_is_left_out_of_changes_together(tmp_path: Path) -> N
 
 def test_a_run_without_steps_has_no_answer(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured):
-        answers(open_run(runs.recorded(tmp_path / "run", (None, [], runs.CPU))), Asked(device=2.0))
+        answers(open_run(runs.recorded(tmp_path / "run", (None, [], runs.CPU))), Request(device=2.0))
 
 
 def test_the_report_predicts_the_same_with_the_same_range(tmp_path: Path) -> None:
     run = open_run(waiting(tmp_path))
-    (finding,) = [one for one in diagnose(run, RULES).found if one.id == "input_wait"]
+    finding = ask(input_wait.RULE, run.path)
     forecasts = {int(one.value): one.step_ns for one in finding.forecasts}
-    answered = predictions(run, [Asked(workers=n) for n in forecasts])
+    answered = predictions(run, [Request(workers=n) for n in forecasts])
     assert [one.step_ns for one in answered] == pytest.approx([*forecasts.values()])
     proposed = next(int(str(s.to)) for s in finding.changes[0].settings if s.name == "num_workers")
-    (same,) = predictions(run, [Asked(workers=proposed)])
+    (same,) = predictions(run, [Request(workers=proposed)])
     assert same.error_ns == pytest.approx(finding.error_ns) != 0

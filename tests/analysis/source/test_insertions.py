@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from dlprof.analysis.source.blocks import autocast, pair
 from dlprof.analysis.source.edits import Call, NotEditable, Recorded
+from dlprof.analysis.source.insertions import autocast, pair
 from dlprof.analysis.source.patches import patch_of
 from dlprof.analysis.source.where import _located
 from dlprof.result import change
+from tests.fixtures.edits import apply
 from tests.fixtures.jobs import facts as recorded_facts
 from tests.fixtures.jobs import record
 
@@ -127,8 +127,7 @@ def test_a_recorded_job_computes_under_autocast_once_it_is_edited(tmp_path: Path
     facts = recorded("before")
     made = patch_of([facts], {"torch.autocast": "bf16"})
     assert made.left_out == ()
-    (tmp_path / "fix.diff").write_text(made.text)
-    subprocess.run(["git", "apply", "fix.diff"], cwd=tmp_path, check=True)
+    apply(tmp_path, made.text)
     after = recorded("after")
     assert (facts["autocast"]["enabled"], after["autocast"]["enabled"]) == (False, True)
     ((_, _, why),) = patch_of([facts], {"torch.autocast": "fp16"}).left_out

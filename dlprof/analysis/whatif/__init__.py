@@ -1,1 +1,0 @@
-"""What a run's step would be with something changed: by the replays that savings come from."""
