@@ -50,8 +50,9 @@ class Stalls:
     """Writes stalls.jsonl: keys and units as in the table `stalls`.
 
     Garbage collection stops every thread of the interpreter, so it counts on whichever thread it started. Saving counts
-    on the training thread only. A save or a collection inside a save is part of the outermost save. Compilations are
-    read from Dynamo's own record after each step: no code of ours runs while Dynamo compiles.
+    on the training thread only. A save or a collection inside a save is part of the outermost save. So is renaming the
+    file afterwards: where it replaces an older one, the pages of that one are freed. Compilations are read from Dynamo's
+    own record after each step: no code of ours runs while Dynamo compiles.
     """
 
     name = "stalls"
@@ -65,6 +66,7 @@ class Stalls:
         self._lines = 0
         self._gc_began_ns = 0
         self._saving = False
+        self._saved_as: str | None = None  # the file that was saved last
         self._distributed_wrapped = False
         self._compilation: Any = None  # the newest compilation that we have read
         self._compiled_to_us = 0
@@ -181,6 +183,12 @@ class Stalls:
         save = self._timed(torch.save, lambda _obj=None, f=None, *_, **__: f)
         put(torch, "save", save)
         put(torch.serialization, "save", save)
+        # Two names each, too: pickle finds a function of `os` in `posix`.
+        posix = sys.modules["posix"]
+        for name in ("replace", "rename"):
+            move = self._timed_if_saved(getattr(os, name))
+            put(os, name, move)
+            put(posix, name, move)
 
     def _wrap_distributed(self) -> None:
         # The module is large: we never import it. Functions that the script imported from it earlier are not wrapped.
@@ -212,11 +220,31 @@ class Stalls:
 
         return save
 
+    def _timed_if_saved(self, original: Callable[..., Any]) -> Any:
+        """Wrap a function that renames a file: it counts as saving if that file was saved last."""
+
+        @functools.wraps(original)
+        def move(src: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._recorder is None or self._saved_as is None or self._saving or get_ident() != self._thread:
+                return original(src, *args, **kwargs)
+            began = time.perf_counter_ns()
+            try:
+                return original(src, *args, **kwargs)
+            finally:
+                self._moved(began, src)
+
+        return move
+
+    @guarded
+    def _moved(self, began: int, src: Any) -> None:
+        took = time.perf_counter_ns() - began
+        if _named(src) == self._saved_as and self._found and self._found[-1].kind == "checkpoint":
+            self._found[-1] = replace(self._found[-1], dur_ns=self._found[-1].dur_ns + took)
+
     @guarded
     def _saved(self, began: int, path_of: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        path = path_of(*args, **kwargs)
-        named = redaction.text(os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else None
-        self._add("checkpoint", began, path=named)
+        self._saved_as = path = _named(path_of(*args, **kwargs))
+        self._add("checkpoint", began, path=redaction.text(path) if path is not None else None)
 
     def fail(self, error: Exception) -> None:
         """Switch off because a hook failed."""
@@ -234,6 +262,11 @@ class Stalls:
             found = _summed(found)
         self._lines += len(found)
         self._log.write("".join(json.dumps(vars(f), separators=(",", ":")) + "\n" for f in found))
+
+
+def _named(path: Any) -> str | None:
+    """Return the path of a file that is named by it; None for an open file."""
+    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None
 
 
 def _summed(found: Sequence[_Stall]) -> list[_Stall]:

@@ -17,7 +17,8 @@ from tests.fixtures.jobs import rows
 pytest.importorskip("torch", reason="recording needs torch")
 
 LOOP = """
-import gc, io, os, pickle, threading, time
+import gc, io, os, pickle, sys, threading, time
+from pathlib import Path
 import torch
 from torch import nn
 from torch import save
@@ -117,9 +118,13 @@ def test_each_save_of_the_training_thread_is_one_stall(tmp_path: Path) -> None:
         def __reduce__(self):
             time.sleep(0.01)
             raise ValueError("broken")
+    def slowly(event, args):
+        if event == "os.rename":
+            time.sleep(0.3)  # as if an older file of gigabytes were replaced
+    sys.addaudithook(slowly)
     buffer = io.BytesIO()
     gc.disable()
-    for step in range(15):
+    for step in range(20):
         train()
         if step == 2:
             save([big, Collecting()], buffer)  # by a name that was taken early; what it collects belongs to it
@@ -145,13 +150,20 @@ def test_each_save_of_the_training_thread_is_one_stall(tmp_path: Path) -> None:
                 os._exit(len(ours))
             assert os.waitpid(child, 0)[1] == 0
             assert os.path.getsize("child.pt") > 0
+        if step == 14:
+            torch.save(big, Path("part.pt"))
+            Path("part.pt").replace("whole.pt")  # is saving
+        if step == 16:
+            os.rename("whole.pt", "moved.pt")  # is not
     buffer.seek(0)
     assert torch.load(buffer, weights_only=False)[0].shape == big.shape
     assert pickle.loads(pickle.dumps(save)) is save is torch.save
+    assert pickle.loads(pickle.dumps(os.replace)) is os.replace
     """
-    found = [(s["kind"], s["step"], s["path"]) for s in stalls(tmp_path, body, 15)]
-    saves = [(3, None), (5, "folder"), (9, None), (11, None)]
-    assert found == [("checkpoint", *one) for one in saves]
+    found = stalls(tmp_path, body, 20)
+    saves = [(3, None), (5, "folder"), (9, None), (11, None), (15, "part.pt")]
+    assert [(s["kind"], s["step"], s["path"]) for s in found] == [("checkpoint", *one) for one in saves]
+    assert [s["dur_ns"] >= 300_000_000 for s in found[-2:]] == [False, True]
 
 
 def test_saving_in_the_background_counts_until_the_state_is_copied(tmp_path: Path) -> None:
