@@ -3,18 +3,18 @@
 `torch.save` and `torch.distributed.checkpoint.save` return when all is written. Until then the training thread does
 nothing else, its device soon has nothing left to do, and the other ranks wait at their next collective.
 
-Needs the stalls that dlprof records with the step log: what the training thread spent in `torch.save`,
-`torch.distributed.checkpoint.save` and `async_save` in every steady step. On a GPU also a trace: saves count up to
-the step's time without device work. Checkpoints that another thread saves, or other libraries without these functions,
-are not seen.
+Needs the stalls that dlprof records with the step log: what the training thread spent in `torch.save` (and in renaming
+its file, which frees the one that it replaces), `torch.distributed.checkpoint.save` and `async_save` in every steady
+step. On a GPU also a trace: saves count up to the step's time without device work. Checkpoints that another thread
+saves, or other libraries without these functions, are not seen.
 
 Where no steady step saves, as where a job saves between its epochs, all saves of the job count, spread over its
 training steps; their share is that of the training loop.
 
 Saving: the stalls gone altogether, which saving in the background comes near to, and what the steps that save take
-longer besides, as to gather the state or to replace a file: by how much they, and the steps after them, are longer than
-the others. Where a job saves so often that the system never stops writing to its disk, that slows all steps alike on a
-busy host, and none of them shows by how much: then more is gained than is predicted.
+longer besides, as to gather the state: by how much they, and the steps after them, are longer than the others. Where a
+job saves so often that the system never stops writing to its disk, that slows all steps alike on a busy host, and none
+of them shows by how much: then more is gained than is predicted.
 
 What to change: save in the background (`torch.distributed.checkpoint.async_save` returns once the state is copied); let
 each rank write its own part; write to a local disk first. If the training may change: save less often (what a failure
