@@ -23,10 +23,12 @@ from benchmarks.processes import peak_bytes, seconds
 from benchmarks.report import TRACE, make
 
 KEPT = Path(__file__).parents[1] / "reports" / "bench.json"
-CASES: Mapping[str, tuple[int, float]] = {  # ranks, MB each
-    "one rank of 1 MB": (1, 1),
-    "eight ranks of 47 MB": (8, 47),
-    "one rank of 400 MB": (1, 400),
+SMALL = TRACE.parents[1] / "dlrm_v100_8ranks" / "worker0_step_12.1694128201545.pt.trace.json.gz"
+# Source, ranks, MB each: no less than the source has, which is 9 MB of TRACE.
+CASES: Mapping[str, tuple[Path, int, int]] = {
+    "one rank of 0.9 MB": (SMALL, 1, 1),
+    "eight ranks of 47 MB": (TRACE, 8, 47),
+    "one rank of 400 MB": (TRACE, 1, 400),
 }
 YARDSTICK = """
 import json, pathlib, sys
@@ -46,12 +48,12 @@ class Figure:
     memory: float
 
 
-def measured(ranks: int, megabytes: float, rounds: int) -> Figure:
+def measured(source: Path, ranks: int, megabytes: int, rounds: int) -> Figure:
     """Make the traces of a case, and take both in turn."""
     with tempfile.TemporaryDirectory() as name:
         traces, out = Path(name, "traces"), Path(name, "out")
         traces.mkdir()
-        make(TRACE, traces, ranks, max(int(megabytes), 1))
+        make(source, traces, ranks, megabytes)
         ours = [sys.executable, "-m", "dlprof", "report", str(traces), "--quiet", "-o", str(out)]
         in_phases = [sys.executable, "-m", "benchmarks.phases", str(traces), str(out)]
         theirs = [sys.executable, "-c", YARDSTICK, str(traces)]
@@ -94,14 +96,15 @@ def _range(of: Sequence[float]) -> str:
 @click.option("--only", multiple=True, type=click.Choice(tuple(CASES)))
 def main(rounds: int, save: bool, only: tuple[str, ...]) -> None:
     """Measure the cases, and say which are slower than the committed figures."""
-    if not TRACE.exists():
-        click.echo(f"against: left out, needs {TRACE}")
+    if not TRACE.exists() or not SMALL.exists():
+        click.echo(f"against: left out, needs {TRACE} and {SMALL}")
         return
-    stored = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    for name, (ranks, megabytes) in CASES.items():
+    known = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    stored = {name: known[name] for name in CASES if name in known}
+    for name, (source, ranks, megabytes) in CASES.items():
         if only and name not in only:
             continue
-        now = measured(ranks, megabytes, rounds)
+        now = measured(source, ranks, megabytes, rounds)
         kept = stored.get(name)
         then = kept and Figure(tuple(kept["whole"]), kept["phases"], kept["memory"])
         click.echo(said(name, now, then))
