@@ -51,8 +51,8 @@ class Stalls:
 
     Garbage collection stops every thread of the interpreter, so it counts on whichever thread it started. Saving counts
     on the training thread only. A save or a collection inside a save is part of the outermost save. So is renaming the
-    file afterwards: where it replaces an older one, the pages of that one are freed. Compilations are read from Dynamo's
-    own record after each step: no code of ours runs while Dynamo compiles.
+    file afterwards: where it replaces an older one, the pages of that one are freed. Compilations are read from what
+    Dynamo keeps of them after each step: no code of ours runs while Dynamo compiles.
     """
 
     name = "stalls"
