@@ -28,6 +28,7 @@ class LoaderSeen:
     loader: weakref.ref[Any]
     settings: dict[str, Any]
     role: str = "unknown"
+    data_of: int | None = None  # the first loader, by its place in Observed.loaders, that reads the same data set
 
 
 class Referable:

@@ -132,11 +132,16 @@ class Observed:
             if seen is not None:
                 seen.loader = weakref.ref(loader)
             else:
-                seen = LoaderSeen(weakref.ref(loader), settings)
+                seen = LoaderSeen(weakref.ref(loader), settings, data_of=self._reads_as(loader))
                 self.loaders.append(seen)
                 self.news = True
         self.calls.see_iteration(loader, seen)
         begin_pass(iterator, seen, began_ns, took_ns)
+
+    def _reads_as(self, loader: Any) -> int | None:
+        """Return the place of the first loader that is there and reads the same data set object."""
+        alive = ((place, seen.loader()) for place, seen in enumerate(self.loaders))
+        return next((place for place, one in alive if one is not None and one.dataset is loader.dataset), None)
 
     def adopt(self, iterator: Any) -> Pass:
         """Return the pass of an iterator whose making was not seen, as in a process that is recorded from its middle.

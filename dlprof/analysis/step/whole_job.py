@@ -6,6 +6,7 @@ saving of that step. It is set against what the whole training loop takes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,32 @@ def validation(light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
 
 
 @per_rank
+def trained_on(
+    light_steps: Frame = needs(light_steps), loading: Frame = needs(schema.LOADING), rank: RankFacts = needs(RANK)
+) -> pd.DataFrame:
+    """Return one row: how much of the time of validation goes to batches of what is trained on, ns; their number.
+
+    Columns: again_ns, batches (of all phases). Such batches come from a loader that gives batches of training steps, or
+    from one over the same data set, where both go through all of it. Raises NotMeasured without a record of batches.
+    """
+    given = loading[loading["kind"].isin(("first", "batch")) & (loading["count"] == 1) & (loading["loader"] >= 0)]
+    loaders = given.drop_duplicates("step", keep="last").set_index("step")["loader"]
+    steps = light_steps.assign(loader=loaders.reindex(light_steps["step"]).to_numpy())
+    trains = set(steps.loc[steps["kind"] == "train", "loader"].dropna().astype(int))
+    known = rank.facts.get("loaders") or []
+    whole = [n for n, one in enumerate(known) if one.get("shuffle") in (True, False)]  # no sampler that takes a part
+    trains |= {n for n in whole if any(_data_of(known, n) == _data_of(known, m) for m in trains if m in whole)}
+    again = steps[(steps["kind"] == "validation") & steps["loader"].isin(trains)]
+    return pd.DataFrame([{"again_ns": float(again["length_ns"].sum()), "batches": len(again)}])
+
+
+def _data_of(loaders: Sequence[Mapping[str, Any]], place: int) -> int:
+    """Return the place of the first loader that reads what this one does."""
+    found = loaders[place].get("data_of") if place < len(loaders) else None
+    return place if found is None else int(found)
+
+
+@per_rank
 def unused_forward(
     steady_steps: Frame = needs(steady_steps), patterns: Maybe[tuple[Pattern, ...]] = maybe(patterns)
 ) -> pd.DataFrame:
@@ -202,20 +229,26 @@ def unused_forward(
 def validation_cost(
     validation: Frame = needs(validation),
     training_steps: pd.Series[float] = needs(training_steps),
+    trained_on: Maybe[Frame] = maybe(trained_on),
     job: Job = needs(JOB),
 ) -> pd.DataFrame:
     """Return `validation` with what a rank's validation takes for each training step: cost_ns, its error cost_noise_ns.
 
-    `among` is over how many ranks it could be shared out that it is not (1: it is, or that is not known), and `samples`
-    how many of them each rank goes through all by itself; 0: not known, or one rank validates while others wait.
+    `again` is the share of it that goes to what is trained on, 0 where that is not known. `among`: over how many ranks
+    it could be shared out that it is not (1: it is, or that is not known). `samples`: how many of them each rank goes
+    through all by itself; 0: not known, or one rank validates while others wait.
     """
     steps = training_steps.reindex(validation["rank"]).to_numpy()
     frame = validation.assign(
         cost_ns=validation["phases"] * validation["phase_ns"] / steps,
         cost_noise_ns=validation["phases"] * validation["noise_ns"] / steps,
+        again=0.0,
         among=1,
         samples=0,
     )
+    if (scored := trained_on.or_none()) is not None:
+        again = scored.set_index("rank")["again_ns"].reindex(frame["rank"]).fillna(0.0).to_numpy()
+        frame["again"] = (again / (frame["phases"] * frame["phase_ns"]).clip(lower=1.0)).clip(upper=1.0)
     world = job.world_size
     if world == len(job.ranks) > 1 and (frame["phases"] > 0).sum() == 1:
         return frame.assign(among=world)

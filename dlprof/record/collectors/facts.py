@@ -146,7 +146,7 @@ class Facts:
             "versions": _ask(_versions),
             "cpu": _ask(_cpu, recorder),
             "process": self._of_process(),
-            "loaders": [{"role": seen.role, **seen.settings} for seen in observed.loaders],
+            "loaders": [{"role": s.role, **s.settings, "data_of": s.data_of} for s in observed.loaders],
             "models": self._describe(_model, observed.models),
             "optimizers": self._describe(_optimizer, observed.optimizers),
             "untrained": self._untrained(observed.models, observed.optimizers),

@@ -306,7 +306,7 @@ CASES = [
     case("next to nothing", BOUND, traced(*IDLE), state="not_measured", says="that is no training"),
     case("unmarked steps", BOUND, launching(40, marks=False), state="not_measured", says="without step markers"),
     case("Python between steps", BOUND, on_cpu(), share=0.4, title="Python holds up the step",
-         says="no remedy is known"),
+         says="no remedy is known", informs=[True]),
     # With no loader seen, and much time before the forward, data may come in there.
     case("unfed", BOUND, on_cpu(step={"fetches": 0, "lead_ns": 3 * MS}),
          says="in the 3.00 ms before the first forward, in no loader"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -132,6 +133,29 @@ def validating(*ranks: int, every: int = 10, fetch: int = 5, dur: int = 60, batc
     return lambda folder: runs.recorded(folder, *made)
 
 
+def scoring(trained_on: int, *, loader: int = 0, **shuffle: Any) -> Make:
+    """Return what makes such a rank, with batches: so many of each five validated are of what is trained on.
+
+    They come from that loader: of the third, `shuffle` says what the samplers of all do.
+    """
+    third = {"role": "validation", "batch_size": 50, "data_of": 0}
+    validate = validating(5, loaders=[{**one, "data_of": None, **shuffle} for one in LOADERS] + [third | shuffle])
+
+    def make(folder: Path) -> Path:
+        rank = validate(folder) / "ranks/00000"
+        rows, validated = [], 0
+        for step in map(json.loads, (rank / "steps.jsonl").read_text().splitlines()):
+            validates = step["kind"] == "validation"
+            validated = validated + 1 if validates else 0
+            of = 0 if not validates else loader if validated <= trained_on else 1
+            row = {"kind": "batch", "start_ns": step["start_ns"], "dur_ns": 1, "count": 1, "step": step["step"]}
+            rows.append(json.dumps({**row, "loader": of}) + "\n")
+        (rank / "loading.jsonl").write_text("".join(rows))
+        return folder
+
+    return make
+
+
 def standing(longer: Mapping[int, int], stalls: Sequence[dict[str, Any]] = (), n: int = 100) -> Make:
     """Return what makes a rank of steps of 100 ms, one a second, of which some wait so many ms more for data."""
     steps = [light(k, (100 + longer.get(k, 0)) * MS, fetch_ns=longer.get(k, 0) * MS) for k in range(n)]
@@ -243,6 +267,12 @@ CASES = [
          of_training=[False, False, True], at_most=True),
     case("gradients are on, and it waits", VALIDATES, validating(5, fetch=30, **graded(30)), saving=15.0, changes=3,
          says=("its waits for data gone", "`torch.inference_mode()` and autocast")),
+    # Three of five batches: 180 ms of 300 after each ten steps of 100.
+    case("the training set is scored again", VALIDATES, scoring(3), saving=18.0, at_most=True, training=False,
+         of_training=[False, True], says=("60 % of it goes through what is trained on", "sum up the loss and hits")),
+    case("by another loader of it", VALIDATES, scoring(3, loader=2, shuffle=False), saving=18.0),
+    case("other parts of one data set", VALIDATES, scoring(3, loader=2), saving=15.0),
+    case("a batch of it", VALIDATES, scoring(1), saving=15.0, of_training=[True]),
     case("gradients are on on one rank", VALIDATES, validating(5, 0, **graded(30)), saving=15.0, at_most=False,
          sets=[("shuffle", None, False)]),
     case("gradients are on at times", VALIDATES, validating(5, **graded(20)), saving=15.0,

@@ -43,7 +43,7 @@ from dlprof.analysis.timeline.steady import light_steps
 from dlprof.analysis.timeline.steps import mean_step_ns, step_means
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured
-from dlprof.result import Panel, Setting
+from dlprof.result import Change, Panel, Setting
 from dlprof.units import current, digits, duration, often, percent, short
 
 # Idle time is worth a look from 10 to 15 % of a step on (Ascend's msprof and TraceLens); from 10 % here.
@@ -53,7 +53,7 @@ NOTABLE_SHARE = 0.10
 # takes differs by model: a minute stands for it in that sentence alone.
 _MINUTE_NS = 60e9
 
-_NOTHING = change("no remedy is known to dlprof: no line of the script's takes a notable part of it")
+_NOTHING = Change("no remedy is known to dlprof: no line of the script's takes a notable part of it", informs=True)
 _UNTRACED = ", and no step without it was recorded: the true share is smaller."
 
 

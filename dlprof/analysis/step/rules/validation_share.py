@@ -7,16 +7,18 @@ Needs the step log, in which steps without a backward pass and without an optimi
 phases of it: of one alone it is not known how often it comes. Whether gradients are on in it stands in the facts of the
 rank.
 
-Saving: where one rank validates while others wait, or each rank validates the whole set, what sharing it out would
-save; else what batches as large as in training would save, where those are four times as large or more, and take no
-longer; else what its waits for data take, where these are notable; else, where gradients are on and a CPU trains, at
-most its forward passes; else what validating half as often would save. This time is not in the steady steps: it is
-spread over the training steps, and its share is that of the training loop.
+Saving: where much of it goes through what is trained on (the training's loader, or another one over the whole of the
+same data set), all of that; where one rank validates while others wait, or each rank validates the whole set, what
+sharing it out would save; else what batches as large as in training would save, where those are four times as large or
+more, and take no longer; else what its waits for data take, where these are notable; else, where gradients are on and a
+CPU trains, at most its forward passes; else what validating half as often would save. This time is not in the steady
+steps: it is spread over the training steps, and its share is that of the training loop.
 
-What to change: share it out over the ranks; as many loader workers as for training; `torch.inference_mode()` where
-gradients are on, and the training's autocast; a larger batch than in training, since nothing is kept for a backward
-pass. If the training may change: validate less often, or on a fixed part of the data and on all of it only now and
-then.
+What to change: sum up the loss and the hits of the training set while it is trained on, instead of going through it
+once more (they are then those of weights that still change); share it out over the ranks; as many loader workers as for
+training; `torch.inference_mode()` where gradients are on, and the training's autocast; a larger batch than in training,
+since nothing is kept for a backward pass. If the training may change: validate less often, or on a fixed part of the
+data and on all of it only now and then.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ def check(
     (mine,) = validation_cost[validation_cost["rank"] == worst(costs)].to_dict("records")
     waits = mine["fetch_share"] * (mine["fetch_share"] > WAITS)
     mine["waits"] = waits * mine["cost_ns"] >= NOTABLE_SHARE * loop_step_ns.get() and mine["among"] <= 1
+    mine["scored"] = mine["again"] * mine["cost_ns"] >= NOTABLE_SHARE * loop_step_ns.get()
     mine["smaller"] = _smaller(job, int(mine["rank"]))
     known = job.facts[int(mine["rank"])].get("evaluation") or {}
     steps = known.get("steps") or 0
@@ -73,7 +76,9 @@ def check(
     bounded = bool(mine["graded"]) and mine["may_graph"] and settings.on_cpu(job)
     mine["bounded"] = bounded and mine["among"] <= 1 and not mine["waits"]
     part = 0.5
-    if mine["among"] > 1:
+    if mine["scored"]:
+        part = mine["again"]
+    elif mine["among"] > 1:
         part = 1 - 1 / mine["among"]
     elif mine["smaller"] >= _SMALLER:
         part = 1 - 1 / mine["smaller"]
@@ -105,13 +110,17 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
     if mine["samples"]:
         why = f" Each rank goes through all of its {mine['samples']:,} samples."
     mode = "`torch.inference_mode()` and " if mine["may_graph"] else ""
+    if mine["scored"]:
+        why += f" {percent(mine['again'])} of it goes through what is trained on."
     how, known = "half of it gone", f" What {mode}larger batches in validation gain is not known."
     if mine["graded"] and mine["may_graph"]:
         why += (
             f" Gradients are on in {percent(mine['graded'])} of its steps: each builds a graph that no backward pass"
             " uses, and predictions that are kept keep the activations of their batches as well."
         )
-    if among > 1:
+    if mine["scored"]:
+        how, known = "no pass of its own over what is trained on, the most that this can give", ""
+    elif among > 1:
         how, known = f"shared out evenly over {among} ranks", ""
     elif mine["smaller"] >= _SMALLER:
         how, known = "batches as large as in training, in the time of a smaller one: the most that they give", ""
@@ -127,12 +136,17 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
         evidence=_evidence(share, mine),
         sure=f"Measured over the whole job; estimated as {how}. A job that validates less often than the recorded part"
         f" of it has less to gain.{known}",
-        at_most=bool(mine["waits"] or mine["smaller"] >= _SMALLER or mine["bounded"]),
+        at_most=bool(mine["scored"] or mine["waits"] or mine["smaller"] >= _SMALLER or mine["bounded"]),
     )
 
 
 def _changes(job: Job, rank: int, mine: dict[str, Any]) -> Iterator[Change]:
     loader, autocast = validation_loader(job, rank), job.facts[rank].get("autocast") or {}
+    if mine["scored"]:
+        yield change(
+            "score the training set while it is trained on: sum up the loss and hits of each step (without `.item()`)"
+            " instead of a pass over it in the end, if that is what the pass is for"
+        )
     if mine["among"] > 1:
         yield change(
             f"share it out over the {mine['among']} ranks: `DistributedSampler(validation_set, shuffle=False)`, and"
