@@ -77,7 +77,7 @@ RANK: Mapping[str, Shape] = {
     "loaders": [
         {
             **_all(str, "role start_method dataset"),
-            **_all(int, "num_workers batch_size prefetch_factor dataset_length replicas replica"),
+            **_all(int, "num_workers batch_size prefetch_factor dataset_length replicas replica data_of"),
             **_all(bool, "pin_memory persistent_workers"),
             "collate": {**_all(str, "name file"), "line": int},
             "objects": [{**_all(str, "class name kind"), "length": int}],
