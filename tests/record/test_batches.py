@@ -463,7 +463,7 @@ def test_a_loader_that_is_made_anew_each_epoch_is_one_and_two_at_a_time_are_two(
     assert [seen.settings["batch_size"] for seen in observed.loaders] == [4, 4, 2]
     assert [seen.loader() for seen in observed.loaders[:2]] == [first, second]
     observed.see_loader(torch.utils.data.DataLoader([1, 2]), SimpleNamespace(), 0, 0)
-    assert [seen.data_of for seen in observed.loaders] == [None, 0, 0, None]  # of one that is there, and the same object
+    assert [seen.data_of for seen in observed.loaders] == [None, 0, 0, None]  # the same object
 
 
 def test_autocast_is_looked_for_until_it_is_seen() -> None:
