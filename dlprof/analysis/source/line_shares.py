@@ -232,11 +232,15 @@ class CostlyLine:
         named = shown(self.place.function, self.place.file, self.place.line)
         return "" if self.idiom is None else f"{named} {self.idiom.what}"
 
-    def advice(self, otherwise: str = "make this line faster:") -> str:
-        """Say what to change: the remedy of what the line is known to be; where none is known, `otherwise` and so."""
+    def advice(self, otherwise: str = "make this line faster:", *, between: bool = False) -> str:
+        """Say what to change: the remedy of what the line is known to be; where none is known, `otherwise` and so.
+
+        `between`: it stands between the phases, as a metric does, which not every step may need.
+        """
+        rarer = "; if its result is only shown or logged, do it in the steps that are shown" if between else ""
         if self.idiom is None:
-            return f"{otherwise} {self.shown.rstrip(',')} ({UNKNOWN})"
-        return f"{self.idiom.remedy}: {self.shown} {self.idiom.what} ({self.idiom.link})"
+            return f"{otherwise} {self.shown.rstrip(',')} ({UNKNOWN}){rarer}"
+        return f"{self.idiom.remedy}: {self.shown} {self.idiom.what} ({self.idiom.link}){rarer}"
 
 
 def _says(text: str, idiom: str) -> bool:

@@ -160,7 +160,7 @@ def explain(
     seen_lines = [costliest(costly_lines, rank, one) for one in (("forward", "rest") if phase else ("rest",))]
     known = [one for one in seen_lines if one and (not phase or (one.idiom and one.idiom.name == idioms.LOOPS))]
     line = known[0] if known and not besides else None
-    changes = [] if line is None else [change(line.advice())]
+    changes = [] if line is None else [change(line.advice(between=not phase))]
     if line is None and not phase and in_python > 0.5 and not traced:
         place = hottest_place(hottest, rank, *doing)
         if place is not None:

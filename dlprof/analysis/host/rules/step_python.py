@@ -129,7 +129,7 @@ def explain(
         f" of fetching, forward, backward and the optimizer: {', '.join(named[:MOST_LINES])} of the step{more}.",
         changes=(
             change(
-                f"{line.advice()}; at most {first} of the step"
+                f"{line.advice(between=True)}; at most {first} of the step"
                 if line is not None and line.idiom is not None and line.place.line == lines["line"].iloc[0]
                 else f"make {places[0]} faster, or run it less often: at most {first} of the step ({UNKNOWN})"
             ),
@@ -164,7 +164,7 @@ def _on_device(
         named = ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for f in functions)
     place = hottest_place(hottest, rank, "rest")
     cure = (
-        line.advice()
+        line.advice(between=True)
         if line is not None and line.idiom is not None
         else _WITHOUT_STACKS
         if place is None
