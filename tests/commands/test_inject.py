@@ -56,6 +56,7 @@ while not stop:
         print(step, hashlib.sha256(weights).hexdigest(), file=log)
         stop[0] = os.path.exists("stop")
         dist.all_reduce(stop)
+dist.destroy_process_group()  # or else the first to exit may end the other's last collective
 print("clean", torch.nn.Module.__call__ is calls and dict(os.environ) == before and "batch" in vars(), file=log)
 """
 
@@ -74,7 +75,7 @@ def job(folder: Path, name: str) -> Iterator[tuple[int, list[int]]]:
             assert until(lambda: all(folder.joinpath(f"{name}-{n}").stat().st_size for n in (0, 1)))
             yield launcher.pid, [one for one in children(launcher.pid) if str(script) in words(one)]
             folder.joinpath("stop").touch()
-            assert launcher.wait(60) == 0
+            assert launcher.wait(60) == 0, folder.joinpath(f"{name}.txt").read_text()[-3000:]
         finally:
             for pid in running(script):
                 os.kill(pid, signal.SIGKILL)

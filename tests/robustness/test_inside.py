@@ -121,7 +121,8 @@ def test_a_child_that_does_not_train_is_as_it_was_but_for_a_word_and_a_finder(tm
     plain = json.loads(launch(command, tmp_path, env=environment()).stdout)
     ours = json.loads(launch(wrapped(tmp_path / "run", command), tmp_path).stdout)
     assert ours.pop("finders") == ["_TorchFinder", *plain.pop("finders")]
-    assert (ours.pop("dlprof"), plain.pop("dlprof")) == (["sitecustomize"], [])
+    assert ours.pop("dlprof") == ["sitecustomize"]
+    assert plain.pop("dlprof") in ([], ["sitecustomize"])  # Debian's Python has one
     assert ours == plain
 
 

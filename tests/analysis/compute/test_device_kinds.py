@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from dlprof.analysis.compute.kernels import kinds_of_work
 from dlprof.result.figures import DeviceWork
 from tests.fixtures import runs, traces
 from tests.fixtures.places import TRACES
+from tests.fixtures.recordings import unpack
 from tests.fixtures.runs import MS
 
 H100 = {"device": {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}}
@@ -224,8 +224,7 @@ needs_recordings = pytest.mark.skipif(not H200.is_dir(), reason="the recordings 
 
 def checked(folder: Path, name: str) -> tuple[DeviceWork, dict[str, Any]]:
     """Return the work of a recording that `make gpu` made, and what was measured beside it."""
-    with tarfile.open(H200 / "checks/2/recordings-nvidia_h200-1.tar.gz") as packed:
-        packed.extractall(folder, [m for m in packed if m.name.startswith(f"{name}/")], filter="data")
+    unpack(H200 / "checks/2/recordings-nvidia_h200-1.tar.gz", name, folder)
     return work_at(folder / name), json.loads((folder / name / "oracle.json").read_text())
 
 
