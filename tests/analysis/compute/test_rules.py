@@ -480,6 +480,7 @@ def followed(kind: str, *, backward: int = 1, **more: Any) -> dict[str, Any]:
 
 HEAD, SCORED = ("aten::addmm", 4 * MS), ("aten::_log_softmax", 2 * MS)
 OF_FACTORS: dict[str, Any] = {"factors": ["aten::bmm", "48x4 4x64"], "moved": {"aten::add": 50}}
+SUMS: dict[str, Any] = {"operator": "aten::add", "shape": "", "flops": 0, "trains": False, "moved": {"aten::add": 50}}
 LARGER: dict[str, Any] = {
     "operator": "aten::convolution",
     "shape": "2x16x8x8 4x16x1x1",
@@ -504,6 +505,13 @@ NEEDLESS = {
         calls(HEAD, ("aten::bmm", MS), ("aten::add", 2 * MS), flops=followed("low_rank", **OF_FACTORS)),
         (4 + 3 + 1) * MS,
         "`base(x) + scale",
+        sharp=0.02,
+    ),
+    # Half of what is added. Of operators without shapes nothing is known, however long they take.
+    "sums that are the same in every step": found(
+        calls(("aten::embedding", 40 * MS), ("aten::add", 8 * MS), flops=followed("constant", **SUMS)),
+        4 * MS,
+        "before training",
         sharp=0.02,
     ),
     "one-hot rows": found(

@@ -146,8 +146,8 @@ def _moving(flow: Mapping[str, Any], operators: pd.DataFrame, moved: Mapping[str
 
 
 def _took(operators: pd.DataFrame, shape: str, calls: int) -> float:
-    """Return what so many products of operands of these shapes take."""
-    mine = operators[(operators["shape"] == shape) & (operators["calls"] > 0)]
+    """Return what so many products of operands of these shapes take; without a shape there are none."""
+    mine = operators[(operators["shape"] == shape) & (operators["calls"] > 0) & (shape != "")]
     return 0.0 if mine.empty else float(mine["ns"].iloc[0] / mine["calls"].iloc[0]) * min(calls, mine["calls"].iloc[0])
 
 
