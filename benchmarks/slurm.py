@@ -148,6 +148,7 @@ def _scancel(*words: str) -> Callable[[Job], None]:
 def _requeue(job: Job) -> None:
     job.run("scontrol", "requeue", job.number)
     wait(lambda: job.said("JobState") == "PENDING")
+    time.sleep(5)  # what it ran before is still being cleared away
     job.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
     wait(lambda: job.printed.count(" ready") >= 2)
     job.run("scancel", job.number)
