@@ -445,7 +445,7 @@ def main() -> None:
     right = sum(fine for fine, _ in rows)
     print(f"{right} of {len(rows)} as without dlprof")
     if given.out:
-        asked = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=False)
+        asked = subprocess.run(["srun", "--version"], capture_output=True, text=True, check=False)
         table = "".join(f"{text}\n" for _, text in rows)
         part = _PART.format(right=right, all=len(rows), version=asked.stdout.strip(), table=table)
         between = re.compile(r"(?<=<!-- made by make slurm -->\n).*?(?=<!-- until here -->)", re.DOTALL)
@@ -457,8 +457,8 @@ def main() -> None:
 
 
 _PART = """
-Each of these jobs was submitted twice to a {version} of two nodes on one machine: as it stands, and with `dlprof wrap`
-in it. {right} of {all} ended alike, printed the same, and left a recording of all ranks and no process.
+Each of these jobs was submitted twice to a {version} of two nodes on one machine: as it stands, and with
+`dlprof wrap` in it. {right} of {all} ended alike, printed the same, and left a recording of all ranks and no process.
 
 | job | plain: state, exit code:signal | with dlprof | printed | ranks × steps, of the shortest | still runs |
 |---|---|---|---|---|---|
