@@ -27,7 +27,7 @@ from pathlib import Path
 
 from dlprof.errors import DlprofError
 from dlprof.read.run import open_run
-from tests.fixtures.slurm import cluster, lacking
+from tests.fixtures.slurm import cluster, lacking, path_of
 
 PATIENCE_S = 300.0
 # How long processes of a job that SLURM calls ended may take: SLURM itself gives them KillWait seconds.
@@ -445,7 +445,7 @@ def main() -> None:
     right = sum(fine for fine, _ in rows)
     print(f"{right} of {len(rows)} as without dlprof")
     if given.out:
-        asked = subprocess.run(["srun", "--version"], capture_output=True, text=True, check=False)
+        asked = subprocess.run([path_of("slurmctld"), "-V"], capture_output=True, text=True, check=True)
         table = "".join(f"{text}\n" for _, text in rows)
         part = _PART.format(right=right, all=len(rows), version=asked.stdout.strip(), table=table)
         between = re.compile(r"(?<=<!-- made by make slurm -->\n).*?(?=<!-- until here -->)", re.DOTALL)

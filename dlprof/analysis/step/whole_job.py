@@ -248,7 +248,8 @@ def validation_cost(
     )
     if (scored := trained_on.or_none()) is not None:
         again = scored.set_index("rank")["again_ns"].reindex(frame["rank"]).fillna(0.0).to_numpy()
-        frame["again"] = (again / (frame["phases"] * frame["phase_ns"]).clip(lower=1.0)).clip(upper=1.0)
+        total = (frame["phases"] * frame["phase_ns"]).to_numpy(dtype=float)
+        frame["again"] = np.minimum(again / np.maximum(total, 1.0), 1.0)
     world = job.world_size
     if world == len(job.ranks) > 1 and (frame["phases"] > 0).sum() == 1:
         return frame.assign(among=world)
