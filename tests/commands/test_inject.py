@@ -58,6 +58,7 @@ while not stop:
         dist.all_reduce(stop)
 dist.destroy_process_group()  # or else the first to exit may end the other's last collective
 print("clean", torch.nn.Module.__call__ is calls and dict(os.environ) == before and "batch" in vars(), file=log)
+os._exit(0)  # gloo's threads end a process now and then while it exits on a busy machine, without dlprof too
 """
 
 
@@ -116,7 +117,8 @@ def test_a_job_is_recorded_from_its_middle_and_goes_on_as_it_was(tmp_path: Path)
     assert traced[0]["first_step"] == traced[1]["first_step"]
     assert traced[0]["last_step"] == traced[1]["last_step"]
     (exchange,) = result["exchanges"]
-    assert (exchange["count"], exchange["wait_ns"] is not None) == (4.0, True)
+    assert 4 <= exchange["count"] <= 4.25  # of five steps, one may be a 50th, which has one more
+    assert exchange["wait_ns"] is not None
     unchanged(tmp_path, "recorded")
 
 
