@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from dlprof.analysis.step.rules.growing_steps import RULE
-from tests.fixtures import runs
+from tests.fixtures import readings, runs, traces
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS
 
@@ -145,3 +145,33 @@ def test_values_that_became_subnormal_meanwhile_are_the_cause(
     assert ("subnormal" in found.summary, said in found.summary) == (bool(said), True)
     assert advice in found.changes[0].text
     assert [(p.file, p.line) for p in found.where] == ([("train.py", 18)] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("others", "waited", "state"),
+    [
+        (1.0, 0.6, "clear"),
+        (0.0, 0.6, "found"),  # for threads of its own
+        (1.0, 0.05, "found"),  # though others compute, the training thread has its core
+    ],
+)
+def test_steps_that_wait_for_cores_of_other_programs_do_not_grow(
+    others: float, waited: float, state: str, tmp_path: Path
+) -> None:
+    length = [(10 + 10 * (1 if n < 103 else 4)) * MS for n in range(N)]
+    start = [sum(length[:n]) for n in range(N)]
+    steps = [
+        runs.light(n, length[n], traces.BASE_NS + start[n], forward_ns=length[n] - 10 * MS, optimizer_ns=10 * MS)
+        for n in range(N)
+    ]
+    path = runs.recorded(tmp_path / "run", (None, steps, runs.CPU))
+    turn, tenths = start[103], range(sum(length) // (100 * MS))
+    late = [max(n * 100 * MS - turn, 0) for n in tenths]
+    at = [{"at_ns": traces.BASE_NS + n * 100 * MS} for n in tenths]
+    readings.write(
+        path / "ranks/00000/processes.jsonl",
+        (t | {"main_thread_waited_ns": waited * ns} for t, ns in zip(at, late, strict=True)),
+    )
+    use = [{"core_percent": [100 * (1 + others * (ns > 0)) / 2] * 2, "job_cpu_s": n / 10} for n, ns in enumerate(late)]
+    readings.write(path / "hosts/node-1/host.jsonl", (t | one for t, one in zip(at, use, strict=True)))
+    assert ask(RULE, path).state == state

@@ -7,8 +7,8 @@ its end than the mean.
 Needs the step log with forty steady steps or more. The steps are split into ten stretches, and their medians compared.
 Steps grow where nearly every stretch is longer than those before it; they jump where all stretches before one are
 alike, and all after it. On a CPU one phase of the step has to stay as it is: where all become slower alike, the machine
-has become slower, which this rule does not report; nor does it where batches or texts grow. On a GPU only growth is
-reported.
+has become slower, which this rule does not report; nor does it where batches or texts grow, or where the training
+thread waits for a core because other programs began to use more of them. On a GPU only growth is reported.
 
 Saving: what the mean step would be shorter by if all steps were as long as the first ones. These have grown already,
 and a longer job grows on: removing the cause may give more.
@@ -32,6 +32,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.machine.cores import line_of
+from dlprof.analysis.machine.samples import WAITED, held, placed_samples
 from dlprof.analysis.memory.memory import memory_ends
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import costliest, costly_lines
@@ -55,6 +56,10 @@ _IN_ORDER, _AT_ONCE = 0.85, 0.6
 # step on.
 _ALIKE, _PART = 1.15, 0.03
 
+# Other programs make steps longer where they use so many cores more than before, and the training thread's wait for a
+# core is at least this share of what the steps are longer by.
+_CORES, _OF_RISE = 0.2, 0.3
+
 # From this share of the values on, subnormal ones make steps longer: each takes up to a hundred times as long.
 _NOTABLE = 0.005
 
@@ -69,7 +74,11 @@ _WHERE = {
 
 
 @per_rank
-def trends(steady_steps: Frame = needs(steady_steps), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
+def trends(
+    steady_steps: Frame = needs(steady_steps),
+    placed_samples: Maybe[Frame] = maybe(placed_samples),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
     """Return one row where the steps of a rank grow or jump, none where they do not.
 
     Columns: kind (grows, jumps), first_ns and last_ns (the median step of the first and the last stretch), steps (all
@@ -103,9 +112,13 @@ def trends(steady_steps: Frame = needs(steady_steps), rank: RankFacts = needs(RA
     kind = "grows" if _grows(medians) else "jumps" if split else ""
     on_cpu = device_type(rank) in (None, "cpu")
     longer = any(_rises(steady_steps[c].to_numpy(dtype=float), stretches) for c in ("tokens", "inputs", "samples"))
-    if not kind or longer or (on_cpu and not _uneven(phases, medians)) or (kind == "jumps" and not on_cpu):
-        return pd.DataFrame(columns=columns).astype(dict.fromkeys(columns[1:5], float))
     first = float(medians[: split or 1].mean())
+    crowded = (
+        bool(kind) and on_cpu and _crowded(placed_samples, steady_steps, stretches, split, 1 - first / medians[-1])
+    )
+    alike = on_cpu and not _uneven(phases, medians)
+    if not kind or longer or alike or crowded or (kind == "jumps" and not on_cpu):
+        return pd.DataFrame(columns=columns).astype(dict.fromkeys(columns[1:5], float))
     rises = {p: float(ns[-1] - ns[: split or 1].mean()) for p, ns in phases.items()}
     phase, rise = max(rises, key=lambda p: rises[p]), float(medians[-1]) - first
     row = {
@@ -180,6 +193,30 @@ def _uneven(phases: dict[str, NDArray[np.float64]], medians: NDArray[np.float64]
     """Return whether a phase stays about as long as it was: a slower machine slows all of them."""
     ratios = [ns[-1] / ns[0] for ns in phases.values() if ns[0] >= _PART * medians[0]]
     return bool(ratios) and min(ratios) <= 1 + (medians[-1] / medians[0] - 1) / 3
+
+
+def _crowded(
+    placed_samples: Maybe[Frame], steps: pd.DataFrame, stretches: list[NDArray[np.int64]], split: int, rise: float
+) -> bool:
+    """Return whether the longer steps wait for cores that other programs did not use before; `rise`: of their time.
+
+    The stretch in which steps jump is in neither of the two times that are compared.
+    """
+    samples = placed_samples.or_none()
+    if samples is None:
+        return False
+    begin = steps["start_ns"].to_numpy()
+    end = begin + steps["dur_ns"].to_numpy()
+    means = []
+    for first, last in ((0, max(split - 1, 0)), (split + 1 if split else -1, -1)):
+        try:
+            values = held(samples, int(begin[stretches[first][0]]), int(end[stretches[last][-1]]))
+        except NotMeasured:
+            return False
+        means.append(values.groupby(["source", "metric"])["value"].mean())
+    more = means[1].sub(means[0]).to_dict()
+    cores = more.get(("host", "cpu_cores"), np.nan) - more.get(("host", "job_cpu_cores"), np.nan)
+    return bool(cores >= _CORES and more.get(("processes", WAITED), 0.0) >= _OF_RISE * rise)
 
 
 def check(trends: Frame = needs(trends)) -> Estimate:
