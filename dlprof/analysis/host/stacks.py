@@ -185,9 +185,7 @@ def line_times(lines: Frame = needs(schema.LINES)) -> pd.DataFrame:
 
 
 # Where a phase begins in PyTorch, as read/stacks.py sees it: the caller's line is the script's.
-_PHASE_BEGINS = re.compile(
-    r"torch[/\\](?:nn[/\\]modules[/\\]module|_tensor|autograd[/\\]__init__|utils[/\\]data|optim)"
-)
+PHASE_BEGINS = re.compile(r"torch[/\\](?:nn[/\\]modules[/\\]module|_tensor|autograd[/\\]__init__|utils[/\\]data|optim)")
 
 # What a step of training cannot do without, though it lies in no phase: losses, gradients set to zero, and exchanges
 # with other ranks, which have rules of their own.
@@ -214,7 +212,7 @@ def own_lines(stacks: Frame = needs(schema.STACKS)) -> pd.DataFrame:
         if doing == "worker":
             continue
         if doing != "rest":
-            at = next((i for i, text in enumerate(stack) if _PHASE_BEGINS.search(text)), len(stack))
+            at = next((i for i, text in enumerate(stack) if PHASE_BEGINS.search(text)), len(stack))
             stack = stack[:at] or stack
         frames = frames_of(stack)
         own = [i for i, frame in enumerate(frames) if is_own(frame[1])]

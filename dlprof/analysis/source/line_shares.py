@@ -6,9 +6,10 @@ of the user's that ranks recorded.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,17 @@ from dlprof import schema
 from dlprof.analysis import idioms
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.estimate import UNKNOWN
-from dlprof.analysis.host.stacks import FRAME, LEAST_SAMPLES, NOTABLE_SHARE, PLACE, is_own, own_lines, seen_doing, shown
+from dlprof.analysis.host.stacks import (
+    FRAME,
+    LEAST_SAMPLES,
+    NOTABLE_SHARE,
+    PHASE_BEGINS,
+    PLACE,
+    is_own,
+    own_lines,
+    seen_doing,
+    shown,
+)
 from dlprof.analysis.source.patches import Call, calls_of
 from dlprof.analysis.timeline.stalls import periodic, stall_means
 from dlprof.analysis.timeline.steps import phases_of_step
@@ -88,6 +99,12 @@ _AROUND = 3
 # A line is called what at least this share of its samples is.
 _NAMED = 0.25
 
+# One way to a line is named from this share of its samples on.
+_MOSTLY = 0.7
+
+# A function that PyTorch wraps, as by `torch.no_grad()`, is called by the line before.
+_DECORATES = re.compile(r"decorate_context|wrapper|inner|_fn$")
+
 # In such a line the loop is left, and what it held is freed: that is no part of a step.
 _LEAVES = ("break", "return")
 
@@ -119,13 +136,15 @@ def _loops_of(rank: RankFacts) -> dict[tuple[str, int], tuple[str, int]]:
 
 @per_rank
 def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
-    """Return the user's lines that were seen most: doing, function, file, line, text, idiom, samples, of.
+    """Return the user's lines that were seen most: doing, function, file, line, text, idiom, callers, samples, of.
 
     `doing`: as in `line_shares`; of workers, and of waiting for a loader without workers, only the making of batches
     counts. `text`: the line's source, "" where it was not recorded. `idiom`: a name of `idioms.IDIOMS`, "": none.
+    `callers`: which lines call the function that it is in, as function, file, line: the last one, and the one in the
+    training loop, `forward` or `__getitem__`; () where it is in there itself, or is called from different places.
     `samples`: in this line and what it calls in libraries; `of`: all of that doing.
     """
-    making = (one for one in seen_doing(stacks) if one[0] not in idioms.DATA or any(_MAKES in text for text in one[1]))
+    making = [one for one in seen_doing(stacks) if one[0] not in idioms.DATA or any(_MAKES in text for text in one[1])]
     return _costly(making, rank, idioms.BY_NAME["rows_of_tensors"] if _reads_tensors(rank) else None)
 
 
@@ -177,11 +196,42 @@ def start_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RA
     return table.assign(via=pd.Series(via, index=table.index, dtype=object))
 
 
+def _begins_phases(stacks: Iterable[tuple[str, list[str], int]]) -> set[tuple[str, str]]:
+    """Return the functions of the user's, with their files, that call the model, `backward` or the optimizer."""
+    found: set[tuple[str, str]] = set()
+    for doing, stack, _ in stacks:
+        if doing in ("forward", "backward", "optimizer"):
+            before = itertools.takewhile(lambda text: PHASE_BEGINS.search(text) is None, stack)
+            own = [f for text in before if (f := FRAME.fullmatch(text)) and is_own(f[2])]
+            found.update((f[1], f[2]) for f in own[-1:])
+    return found
+
+
+def _callers(stack: list[str], at: int, steps: set[tuple[str, str]]) -> tuple[tuple[str, str, int], ...]:
+    """Return the lines that lead to the function of frame `at`, as `costly_lines` names them.
+
+    `steps`: the functions that make a step of training; what calls these is left out.
+    """
+    way: list[tuple[str, str, int]] = []
+    for text in reversed(stack[: at + 1]):
+        frame = FRAME.fullmatch(text)
+        if frame is None or not is_own(frame[2]):
+            if frame is not None and _DECORATES.match(frame[1]):
+                continue
+            break
+        way.append((frame[1], frame[2], int(frame[3])))
+        if way[-1][:2] in steps:
+            break
+    calls = [one for one in way[1:] if one[:2] != way[0][:2]]
+    return tuple(dict.fromkeys((*calls[:1], *calls[-1:])))
+
+
 def _costly(
-    stacks: Iterable[tuple[str, list[str], int]], rank: RankFacts, of_data: idioms.Idiom | None = None
+    stacks: Sequence[tuple[str, list[str], int]], rank: RankFacts, of_data: idioms.Idiom | None = None
 ) -> pd.DataFrame:
     """Return the lines as `costly_lines` does; `of_data`: what the making of a batch is where no line says more."""
-    texts, loops = texts_of(rank), _loops_of(rank)
+    texts, loops, steps = texts_of(rank), _loops_of(rank), _begins_phases(stacks)
+    ways: dict[tuple[str, str, str, int], Counter[tuple[tuple[str, str, int], ...]]] = {}
     seen: dict[tuple[str, str, str, int], Counter[str]] = {}
     of: Counter[str] = Counter()
     for doing, stack, n in stacks:
@@ -199,14 +249,19 @@ def _costly(
                 found = of_loop or idioms.BY_NAME[idioms.LOOPS]
             found = found or (of_data if doing in idioms.DATA else None)
             seen.setdefault((doing, *place), Counter())[found.name if found else ""] += n
+            ways.setdefault((doing, *place), Counter())[_callers(stack, at, steps)] += n
     directory, rows = str(rank.facts.get("directory") or ""), []
     for (doing, function, file, line), names in seen.items():
         samples = names.total()
         name, times = max(((k, n) for k, n in names.items() if k), key=lambda of: of[1], default=("", 0))
         text = texts.get((file, line), "")
         named = name if times >= _NAMED * samples else ""
-        rows.append((doing, function, file.removeprefix(directory), line, text, named, samples, of[doing]))
-    columns = ["doing", "function", "file", "line", "text", "idiom", "samples", "of"]
+        way, often = ways[doing, function, file, line].most_common(1)[0]
+        callers = (
+            tuple((f, path.removeprefix(directory), n) for f, path, n in way) if often >= _MOSTLY * samples else ()
+        )
+        rows.append((doing, function, file.removeprefix(directory), line, text, named, callers, samples, of[doing]))
+    columns = ["doing", "function", "file", "line", "text", "idiom", "callers", "samples", "of"]
     table = pd.DataFrame(rows, columns=columns).sort_values(["doing", "samples"], ascending=[True, False])
     return table[table.groupby("doing").cumcount() < MOST_LINES].reset_index(drop=True)
 
@@ -216,6 +271,7 @@ class CostlyLine:
     """The line of the user's that takes most of something: its share, and what it is known to be."""
 
     place: Place  # with its share of the samples
+    callers: tuple[Place, ...]  # the line that calls the place's function, and the one in the loop that leads there
     share: float  # of the samples, with the lines around it in the same function, as of a loop
     text: str
     idiom: idioms.Idiom | None
@@ -237,7 +293,8 @@ class CostlyLine:
 
         `between`: it stands between the phases, as a metric does, which not every step may need.
         """
-        rarer = "; if its result is only shown or logged, do it in the steps that are shown" if between else ""
+        at = shown("", self.callers[-1].file, self.callers[-1].line) if self.callers else ""
+        rarer = f"; if its result is only shown or logged, do it in the steps that are shown{at}" if between else ""
         if self.idiom is None:
             return f"{otherwise} {self.shown.rstrip(',')} ({UNKNOWN}){rarer}"
         return f"{self.idiom.remedy}: {self.shown} {self.idiom.what} ({self.idiom.link}){rarer}"
@@ -274,7 +331,9 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
         name = str(known.idxmax()) if len(known) and known.max() >= _NAMED * whole["samples"].sum() else name
     near = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"])]
     near = near[(near["line"] - top["line"]).abs() <= _AROUND]
-    return CostlyLine(place, float(near["samples"].sum() / of), str(top["text"]), idioms.BY_NAME.get(name))
+    callers = tuple(Place(file, line, caller) for caller, file, line in top["callers"])
+    share = float(near["samples"].sum() / of)
+    return CostlyLine(place, callers, share, str(top["text"]), idioms.BY_NAME.get(name))
 
 
 # The share of the samples of the line seen most from which another one takes about as long.

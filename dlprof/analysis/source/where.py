@@ -27,14 +27,14 @@ from dlprof.analysis.compute.operators import operator_work
 from dlprof.analysis.compute.products import misaligned_sizes
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank, within_rank
 from dlprof.analysis.host.gaps import host_gaps
-from dlprof.analysis.host.stacks import DOING, LEAST_SAMPLES
+from dlprof.analysis.host.stacks import DOING, LEAST_SAMPLES, shown
 from dlprof.analysis.host.waiting import sync_waits
 from dlprof.analysis.idioms import IDIOMS
 from dlprof.analysis.modules.frames import Frames, module_frames, module_rows
 from dlprof.analysis.modules.tree import around_of, built, inclusive
 from dlprof.analysis.modules.work import OUTSIDE, traced_exchanges
 from dlprof.analysis.source.edits import nodes_of_line
-from dlprof.analysis.source.line_shares import call_sites, line_shares, over_ranks
+from dlprof.analysis.source.line_shares import call_sites, costly_lines, line_shares, over_ranks
 from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites
 from dlprof.analysis.source.rewrites import REWRITES
 from dlprof.analysis.step.partition import exposed_communication
@@ -375,6 +375,7 @@ class Source:
 
     call_sites: Maybe[list[Call]] = maybe(call_sites)
     line_shares: Maybe[Frame] = maybe(line_shares)
+    costly_lines: Maybe[Frame] = maybe(costly_lines)
     found_in_modules: Maybe[Frame] = maybe(found_in_modules)
     options: Maybe[list[Option]] = maybe(options)
 
@@ -389,6 +390,7 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     if shares is not None and concern.phases and not outcome.where:
         lines = over_ranks(shares)
         where += _of_lines(lines[lines["library"].str.startswith(concern.called)], concern.phases)
+    where = _with_callers(where, source.costly_lines.or_none())
     of_script = source.options.or_none() or []
     changes = tuple(
         _located(_in_code(change, outcome.id, where, calls), calls, concern.role, of_script)
@@ -461,6 +463,22 @@ def _of_lines(shares: pd.DataFrame, phases: Sequence[str]) -> list[Place]:
             what = DOING.get(phase, phase) + (f", in {row['library']}" if row["library"] else "")
             found.append(Place(row["file"], row["line"], row["function"], row["share"], what))
     return found
+
+
+def _with_callers(where: list[Place], costly: pd.DataFrame | None) -> list[Place]:
+    """Return the places with the lines that call the first one's function, if stacks were seen in the first."""
+    first = next(iter(where), None)
+    if costly is None or first is None or first.share is None:
+        return where
+    rows = costly[(costly["file"] == first.file) & (costly["line"] == first.line)]
+    callers = next(iter(rows.sort_values("samples", ascending=False)["callers"]), ())
+    if not callers:
+        return where
+    known = {(place.file, place.line) for place in where}
+    does = (f"calls {first.function}", "leads there")
+    calls = [Place(file, line, f, what=what) for (f, file, line), what in zip(callers, does, strict=False)]
+    what = ", ".join(filter(None, (first.what, f"called by {shown(*callers[0])}")))
+    return [replace(first, what=what), *(c for c in calls if (c.file, c.line) not in known), *where[1:]]
 
 
 # What the change of a rule says that an edit of code makes.

@@ -72,6 +72,41 @@ def test_the_costliest_line_is_named_with_what_it_is_known_to_be(
     assert found.place.share == pytest.approx(share)
 
 
+MODEL = "_call_impl (/v/lib/python3.11/site-packages/torch/nn/modules/module.py:1700)"
+NO_GRAD = "decorate_context (/v/lib/python3.11/site-packages/torch/utils/_contextlib.py:120)"
+MAIN = 'process 10:"python train.py";thread (0x1): MainThread;<module> (/w/train.py:90)'
+EPOCH = f"{MAIN};epoch (/w/train.py:{{}})"
+SCORE = "update (/w/metric.py:12);distance (/w/metric.py:5)"
+
+
+@pytest.mark.parametrize(
+    ("way", "callers"),
+    [
+        (f"{EPOCH.format(70)};{SCORE}", [("update", "metric.py", 12), ("epoch", "train.py", 70)]),
+        (f"{EPOCH.format(70)};{NO_GRAD};{SCORE}", [("update", "metric.py", 12), ("epoch", "train.py", 70)]),
+        (f"{EPOCH.format(70)};distance (/w/metric.py:9);distance (/w/metric.py:5)", [("epoch", "train.py", 70)]),
+        (EPOCH.format(70), []),  # in the loop itself
+        # The script's `model(x)` leads to every line of the model, and says nothing.
+        (
+            f"{EPOCH.format(60)};{MODEL};forward (/w/net.py:8);{SCORE}",
+            [("update", "metric.py", 12), ("forward", "net.py", 8)],
+        ),
+    ],
+)
+def test_the_lines_that_call_the_costliest_are_named(
+    tmp_path: Path, way: str, callers: list[tuple[str, str, int]]
+) -> None:
+    model = f"{EPOCH.format(60)};{MODEL};forward (/w/net.py:7)"
+    elsewhere = f"{EPOCH.format(71)};{SCORE}"
+    path = recorded(tmp_path, {model: 30, way: 60, elsewhere: 5})
+    frame = runs.measured(path, costly_lines).frame(costly_lines)
+    found = costliest(Maybe(lambda: frame), 0, "forward" if MODEL in way else "rest")
+    assert found is not None
+    assert [(one.function, one.file, one.line) for one in found.callers] == callers
+    told = found.advice(between=True)
+    assert told.endswith(f"shown ({callers[-1][1]}:{callers[-1][2]})" if callers else "shown")
+
+
 COLLATE = "collate (/v/lib/python3.11/site-packages/torch/utils/data/_utils/collate.py:155)"
 TENSORS = {"dataset": "TensorDataset", "batch_size": 32, "collate": {"name": "default_collate"}}
 

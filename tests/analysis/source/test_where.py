@@ -72,7 +72,11 @@ def source(
         columns = ["doing", "own", "file", "line", "function", "library", "samples", "of"]
         return pd.DataFrame(lines, columns=columns).assign(rank=0)
 
-    return Source(Maybe(lambda: [*calls]), Maybe(known), Maybe(of_modules), Maybe(lambda: [*options]))
+    def costly() -> Any:
+        columns = ["doing", "file", "line", "callers", "samples"]
+        return pd.DataFrame([("rest", "metric.py", 5, (("update", "train.py", 12),), 9)], columns=columns)
+
+    return Source(Maybe(lambda: [*calls]), Maybe(known), Maybe(costly), Maybe(of_modules), Maybe(lambda: [*options]))
 
 
 def found(rule: str, *changes: Change) -> Outcome:
@@ -115,6 +119,14 @@ def test_a_line_that_the_rule_names_is_not_named_again_for_its_call() -> None:
     named = replace(found("input_wait"), where=(Place("train.py", 1, "main", what="as the rule says"),))
     where = placed(named, ("input_wait",), source(CALLS)).where
     assert [(w.line, w.what) for w in where] == [(1, "as the rule says"), (5, LOOP.source)]
+
+
+def test_a_line_is_named_with_what_calls_it() -> None:
+    hot = Place("metric.py", 5, "distance", share=0.9)
+    for rule_named, lines in ((hot, [5, 12]), (replace(hot, line=6), [6]), (replace(hot, share=None), [5])):
+        where = placed(replace(found("gc_pauses"), where=(rule_named,)), (), source([])).where
+        assert [place.line for place in where] == lines
+        assert where[0].what == ("called by update (train.py:12)" if len(lines) > 1 else "")
 
 
 def test_of_several_calls_of_a_kind_those_made_most_often_come_first_and_a_librarys_last() -> None:
