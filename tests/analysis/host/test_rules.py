@@ -249,7 +249,7 @@ CASES = [
                                           stacks=CALLS_IT), lines=[5, 2]),
     case("a loop's lines without stacks", LOOP, in_lines(line(2, "scale", 30), line(5, "step", 20), stacks={}),
          lines=[2, 5]),
-    # Where no line was recorded, it is where the stacks are: in a function rather than the script's main part. What calls it is named too.
+    # Where no line was recorded, it is where the stacks are, and what calls the function.
     case("a loop's stacks", LOOP, in_lines(stacks={"scale (train.py:2)": 8, "step (train.py:5)": 1}), lines=[2, 9]),
     case("a loop's few stacks", LOOP, in_lines(stacks={"scale (train.py:2)": 2}), lines=[]),
     *(case(f"queued for {name}", QUEUED, lambda folder, name=name: runs.foreign(folder, waiting(call(name))),
