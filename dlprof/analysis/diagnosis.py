@@ -95,7 +95,7 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
         unknown = any(UNKNOWN in one.text or COMPILED in one.text for one in o.changes[:1])
         return o.at_most and (unknown or (on_gpu and by_id[o.id].generic))
 
-    expected = {o.id: o.saving_ns * (0.5 if half(o) else 1.0) for o in outcomes}
+    expected = {o.id: o.saving_ns * (0.5 if half(o) else by_id[o.id].weight) for o in outcomes}
     keys = {}
     for o in outcomes:
         saving, before = expected[o.id], []

@@ -204,6 +204,9 @@ FOUND: dict[str, tuple[list[tuple[str, Check, dict[str, Any]]], list[str]]] = {
          ("copy", finding(0.3), COPY)], ["copy", "python"]),
     "a bound with a remedy": ([("python", finding(0.4, at_most=True), COPY), ("copy", finding(0.3), COPY)],
                               ["python", "copy"]),
+    # What others usually gain comes after needless work that saves about as much.
+    "about as much": ([("threads", finding(0.4), {"weight": 0.9}), ("same", finding(0.38), COPY)], ["same", "threads"]),
+    "usually more": ([("threads", finding(0.4), {"weight": 0.9}), ("same", finding(0.34), COPY)], ["threads", "same"]),
     # But where most of it is in one place of the script's, it comes before what is left of the same time.
     "a bound in one place": (
         [("launches", finding(0.35), LEFT), ("python", finding(0.4, **PLACED), LEFT), ("copy", finding(0.3), COPY)],

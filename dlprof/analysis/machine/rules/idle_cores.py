@@ -102,4 +102,6 @@ def explain(
     )
 
 
-RULE = Rule("Cores that nobody uses", check, explain, ("computation",), notable=NOTABLE_SHARE, only_with="cpu")
+RULE = Rule(
+    "Cores that nobody uses", check, explain, ("computation",), notable=NOTABLE_SHARE, only_with="cpu", weight=0.9
+)
