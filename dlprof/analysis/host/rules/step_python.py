@@ -121,8 +121,13 @@ def explain(
     places = [shown(*place) for place in lines[["function", "file", "line"]].itertuples(index=False)]
     named = [f"{place}: {percent(ns / mean_step_ns)}" for place, ns in zip(places, lines["ns"], strict=True)]
     more = f" and {len(named) - MOST_LINES} more lines" if len(named) > MOST_LINES else ""
-    line = costliest(costly_lines, rank, "rest")
-    first = percent(lines["ns"].iloc[0] / mean_step_ns)
+    line, top = costliest(costly_lines, rank, "rest"), lines.iloc[0]
+    of_function = (lines["function"] == top["function"]) & (lines["file"] == top["file"])
+    first = percent(lines["ns"][of_function].sum() / mean_step_ns)
+    if line is not None and (
+        line.idiom is None or (line.place.function, line.place.file) != (*top[["function", "file"]],)
+    ):
+        line = None
     return Explanation(
         title="Lines between the phases take a notable part of each step",
         summary=f"{duration(estimate.by_rank_ns[rank])} of a step of rank {rank} are in the script's own lines outside"
@@ -130,7 +135,7 @@ def explain(
         changes=(
             change(
                 f"{line.advice(between=True)}; at most {first} of the step"
-                if line is not None and line.idiom is not None and line.place.line == lines["line"].iloc[0]
+                if line is not None
                 else f"make {places[0]} faster, or run it less often: at most {first} of the step ({UNKNOWN})"
             ),
         ),
@@ -143,7 +148,7 @@ def explain(
         " saving is these lines gone, the most that any change can give.",
         verdict=f"{percent(estimate.by_rank_ns[rank] / mean_step_ns)} of each step goes to lines between its phases:"
         f" {line.does}."
-        if line is not None and line.does and line.place.line == lines["line"].iloc[0]
+        if line is not None
         else "",
     )
 
