@@ -179,6 +179,12 @@ LOADING = Table(
     read_bytes="int64",  # all bytes read: from files, from the page cache and through pipes
     tensors="int64",  # in the batch
     tensor_bytes="int64",  # size of these tensors
+    # Of a sample of this batch that is watched, where count is 1: its index, the length of its data set, a digest of
+    # its content, and its size.
+    sample="int64",
+    of_samples="int64",
+    digest="int64",
+    sample_bytes="int64",
 )
 
 # What gradient scalers (torch.amp.GradScaler) did, in order of time. A row stands for `count` events of its kind, and

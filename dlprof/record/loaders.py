@@ -12,6 +12,7 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice, repeat
 from time import perf_counter_ns
 from types import SimpleNamespace
@@ -394,6 +395,82 @@ def _attributes(part: Any) -> Any:
         return object.__getattribute__(part, "__dict__")
     except AttributeError:  # it has none
         return None
+
+
+# So many samples of a data set are watched, and so many digests made in one process, of samples of no more bytes and
+# parts than these. Digests that have taken so long are enough.
+_WATCHED, _MOST_DIGESTS, _MOST_BYTES, _MOST_PARTS_OF_SAMPLE = 16, 96, 1 << 24, 64
+_DIGESTING_NS = 100_000_000
+
+# The index of a sample, how many its data set has, the digest and the bytes of the sample; no sample is watched.
+Digest = tuple[int, int, int, int]
+UNWATCHED: Digest = (-1, -1, -1, -1)
+
+
+class SampleDigests:
+    """Makes digests of a few samples by index, so that a report can say whether each epoch makes the same ones anew.
+
+    Samples are tensors, arrays, numbers and texts, and what is put together from these; of others no digest is made.
+    No code of the script's is called but a data set's length.
+    """
+
+    def __init__(self) -> None:
+        self._left, self._ns = _MOST_DIGESTS, _DIGESTING_NS
+        self._lengths: dict[int, int] = {}  # of data sets, by their ids
+
+    def see(self, dataset: Any, indices: Any, samples: Any) -> Digest:
+        """Return the digest of the first sample of a batch that is watched."""
+        if self._left <= 0 or self._ns <= 0 or type(indices) is not list or type(samples) is not list:
+            return UNWATCHED
+        if id(dataset) not in self._lengths:
+            self._lengths[id(dataset)] = _length(dataset) or 0
+        length = self._lengths[id(dataset)]
+        every = max(length // _WATCHED, 1)
+        watched = [n for n, index in enumerate(indices) if type(index) is int and index % every == 0]
+        if not length or not watched or len(indices) != len(samples):
+            return UNWATCHED
+        began = perf_counter_ns()
+        found = _digest(samples[watched[0]])
+        self._left, self._ns = self._left - 1, self._ns - (perf_counter_ns() - began)
+        return (indices[watched[0]], length, *found) if found else UNWATCHED
+
+
+def _digest(sample: Any) -> tuple[int, int] | None:
+    """Return the digest and the bytes of a sample; None: it has a part of another kind, or is too large."""
+    torch: Any = sys.modules["torch"]
+    array = getattr(sys.modules.get("numpy"), "ndarray", None)
+    made, size, parts, seen = blake2b(digest_size=8), 0, [sample], 0
+    while parts:
+        part = parts.pop()
+        kind, seen = type(part), seen + 1
+        if kind in (list, tuple):
+            made.update(b"%d;" % len(part))
+            parts.extend(part[: _MOST_PARTS_OF_SAMPLE + 1])
+        elif kind is dict:
+            made.update(repr(list(part)[:_MOST_PARTS_OF_SAMPLE]).encode() if all(type(k) is str for k in part) else b"")
+            parts.extend(islice(part.values(), _MOST_PARTS_OF_SAMPLE + 1))
+        elif kind in (int, float, bool, str, bytes, type(None)):
+            text = repr(part).encode()
+            made.update(text)
+            size += len(text)
+        elif kind is array and part.dtype.kind in "biufcSUMm":
+            size += part.nbytes
+            if size <= _MOST_BYTES:
+                made.update(f"{part.dtype}{part.shape}".encode())
+                made.update(part.tobytes())
+        elif kind is torch.Tensor and part.device.type == "cpu" and part.layout is torch.strided:
+            size += part.nelement() * part.element_size()
+            if size <= _MOST_BYTES:
+                made.update(f"{part.dtype}{tuple(part.shape)}".encode())
+                made.update(part.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        elif getattr(kind, "__module__", "") == "numpy" and hasattr(part, "dtype") and part.dtype.kind in "biufc":
+            made.update(part.tobytes())
+            size += part.nbytes
+        else:
+            return None
+        if size > _MOST_BYTES or seen > _MOST_PARTS_OF_SAMPLE:
+            return None
+    return int.from_bytes(made.digest(), "big") >> 2, size
 
 
 class Padding:

@@ -45,7 +45,10 @@ from dlprof.analysis.input.loader import (
     loader_calls,
     loader_means,
     pinning,
+    repeated_samples,
+    worker_means,
 )
+from dlprof.analysis.machine.samples import sample_means
 from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
 from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part
 from dlprof.analysis.step.savings import own_time, saving_input
@@ -380,6 +383,44 @@ class Plan:
         return {f.workers: of_it * (self.now.step_ns - f.step_ns) for f in self.forecasts[1:]}
 
 
+# So many samples have to come again to say that all are the same each time. To keep them pays where a sample takes so
+# many times as long as to copy it at this rate and to find it, s, and where all take no more of the memory left.
+_AGAIN, _WORTH, _COPIED_A_SECOND, _FOUND_S, _OF_MEMORY = 3, 10, 2e9, 20e-6, 0.5
+
+
+@dataclass(frozen=True)
+class KeptSamples:
+    """A data set whose samples are the same each time: how many, how many were seen again, and the bytes of all."""
+
+    samples: int
+    again: int
+    size: float
+
+
+@across_ranks
+def kept_samples(
+    starving: Starving = needs(starving),
+    repeated_samples: Frame = needs(repeated_samples),
+    worker_means: Frame = needs(worker_means),
+    sample_means: Frame = needs(sample_means),
+    job: Job = needs(JOB),
+) -> KeptSamples:
+    """Return what keeping the samples of the starving rank's loader takes; raise NotMeasured where it may not pay."""
+    rank, length, batch = starving.rank, starving.loader.get("dataset_length"), starving.loader.get("batch_size")
+    seen = repeated_samples[(repeated_samples["rank"] == rank) & (repeated_samples["of_samples"] == length)]
+    seen = seen[(seen["again"] >= _AGAIN) & (seen["same"] == seen["again"])]
+    if not len(seen) or not batch or not length:
+        raise NotMeasured("it was not seen that each epoch has the same samples")
+    again, size = int(seen["again"].iloc[0]), float(seen["bytes"].iloc[0])
+    mine = worker_means[worker_means["rank"] == rank]
+    took_s = float(np.average(mine["dur_ns"] - mine["collate_ns"], weights=mine["batches"])) / batch / 1e9
+    left = sample_means[sample_means["metric"] == "memory_available_bytes"]["mean"].min()
+    here = sum(settings.host(job, one) == settings.host(job, rank) for one in job.ranks)
+    if took_s < _WORTH * (size / _COPIED_A_SECOND + _FOUND_S) or not here * size * length <= _OF_MEMORY * left:
+        raise NotMeasured("to keep the samples would give little, or they do not fit into memory")
+    return KeptSamples(length, again, size * length)
+
+
 @dataclass(frozen=True)
 class FasterLoader:
     """What removes the wait, and the saving, ns a step: more workers, or cheaper batches if workers do not help.
@@ -387,7 +428,8 @@ class FasterLoader:
     `saving_ns`: of the better one. `plan`: None where the batches were not recorded. `workers_help`: whether the plan's
     workers are the better one. `part`: the slowest part of making a batch, SAMPLES, COLLATING or PINNING. `line`: the
     line of the user's that takes most of making a batch, None: not known. `line_ns`: what is saved with this line gone,
-    where that comes first, and `saving_ns` is then that of batches that cost nothing to make; 0: it does not.
+    where that comes first, and `saving_ns` is then that of batches that cost nothing to make; 0: it does not. `kept`:
+    the data set whose samples may be kept instead of made again.
     """
 
     saving_ns: float
@@ -396,6 +438,7 @@ class FasterLoader:
     part: str = SAMPLES
     line: CostlyLine | None = None
     line_ns: float = 0.0
+    kept: KeptSamples | None = None
 
     @property
     def line_first(self) -> bool:
@@ -425,6 +468,7 @@ def faster_loader(
     breakdown: Frame = needs(breakdown),
     costly_lines: Maybe[Frame] = maybe(costly_lines),
     pauses_in_fetch: Maybe[Frame] = maybe(pauses_in_fetch),
+    kept_samples: Maybe[KeptSamples] = maybe(kept_samples),
     job: Job = needs(JOB),
 ) -> FasterLoader:
     """Predict the saving of more workers or of cheaper batches, whichever is better; the whole wait if not known.
@@ -464,15 +508,17 @@ def faster_loader(
     helps = plan.sure and plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns, LARGER_PART * gain)
     if line is not None and costly != PINNING:
         share = line.share
-        line_ns = saved_by(lambda times: times.cheaper(1.0 - share))
-        least = plan.gain_ns * (_UNKNOWN if line.idiom is None else _NEEDLESS)
-        needless = line.idiom is None or line.idiom.first
+        known = line.idiom is not None and line.idiom.first
+        kept = kept_samples.or_none() if costly == SAMPLES and not known else None
+        line_ns = saved_by(lambda times: times.cheaper(1.0 - share)) if kept is None else cheaper
+        least = plan.gain_ns * (_UNKNOWN if line.idiom is None and kept is None else _NEEDLESS)
+        needless = line.idiom is None or known or kept is not None
         if line_ns >= max(NOTABLE_SHARE * mean_step_ns, least) and (needless or not helps):
             # The training thread makes the batches, and the objects of their samples are what it collects.
             pauses = 0.0 if starving.workers else by_rank(pauses_in_fetch.get(), "ns")[starving.rank]
             everything = saved_by(lambda times: times.cheaper(0.0))
             most = _bound(max(everything, gain) + pauses, mean_step_ns, job)
-            return FasterLoader(most, plan, False, costly, line, line_ns)
+            return FasterLoader(most, plan, False, costly, line, line_ns, kept)
     return FasterLoader(plan.gain_ns if helps else _bound(gain, mean_step_ns, job), plan, helps, costly, line)
 
 

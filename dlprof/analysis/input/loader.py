@@ -205,6 +205,24 @@ def worker_means(training_fetches: Frame = needs(training_fetches)) -> pd.DataFr
     return pd.DataFrame(rows)
 
 
+@per_rank
+def repeated_samples(fetches: Frame = needs(fetches)) -> pd.DataFrame:
+    """Return what is known of samples that were made more than once, a row for each length of a data set.
+
+    Columns: of_samples (that length), again (the samples that came again), same (those of them that were the same each
+    time) and bytes (of a mean sample). Raises NotMeasured where no sample was watched, as in older runs.
+    """
+    watched = fetches[(fetches["count"] == 1) & (fetches["sample"] >= 0)]
+    if not len(watched):
+        raise NotMeasured("no samples of the data set were watched")
+    of_sample = watched.groupby(["of_samples", "sample"])["digest"].agg(["size", "nunique"])
+    of_sample = of_sample[of_sample["size"] > 1]
+    by = of_sample.groupby("of_samples")["nunique"]
+    found = pd.DataFrame({"again": by.size(), "same": by.apply(lambda of: int((of == 1).sum()))})
+    found["bytes"] = watched.groupby("of_samples")["sample_bytes"].mean()
+    return found.reset_index().astype(dict.fromkeys(("of_samples", "again", "same"), int))
+
+
 @across_ranks
 def slowest_workers(worker_means: Frame = needs(worker_means)) -> pd.DataFrame:
     """Return the slowest worker of each loader that has two or more, one row a rank.

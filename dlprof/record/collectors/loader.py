@@ -19,7 +19,7 @@ from dlprof.record import guarded
 from dlprof.record.attribution import passing
 from dlprof.record.device.cpu import KernelCounters, used_between
 from dlprof.record.hooks import Patch, at_uninstall, hidden, put, watch_method
-from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt, worker_info
+from dlprof.record.loaders import UNSEEN, UNWATCHED, BatchSize, Digest, Pass, SampleDigests, adopt, worker_info
 from dlprof.record.log import WRITE_EVERY_NS, BudgetLog, Row
 from dlprof.record.ranks import age_of_rank, folder_of_rank
 from dlprof.record.recorder import Recorder
@@ -36,7 +36,7 @@ _UNKNOWN = (-1, -1, -1)
 
 # CPU times of the process and of its pinning thread, and the cost of a fetch: not applicable to this row.
 _UNUSED = (-1, -1, -1, -1)
-_UNFETCHED = (-1, -1, -1, -1, -1)
+_UNFETCHED = (-1, -1, -1, -1, -1, *UNWATCHED)
 
 # The kernel's counters of a fetch, if they were not read.
 _UNREAD = (-1, -1, -1, -1)
@@ -133,9 +133,9 @@ class Loader:
                 if self._before is not _UNREAD and self._counters is not None:
                     used = used_between(self._before, self._counters.all())
                     self._before = _UNREAD
-            of_fetch = (fetches.collate_ns, *used, *fetches.size)
+            of_fetch = (fetches.collate_ns, *used, *fetches.size, *fetches.digest)
             self._batches.append((over, step, began_ns, took_ns, self._queue, of_fetch))
-            fetches.collate_ns = 0
+            fetches.collate_ns, fetches.digest = 0, UNWATCHED
             if len(self._batches) >= _MOST_ROWS:
                 self._add_batches()
         except Exception as e:  # noqa: BLE001 - the script goes on
@@ -152,6 +152,7 @@ class Loader:
         if over.fetches:
             self._counters = self._counters or KernelCounters(whole_process=False)
             fetcher.collate_fn = self._fetches.timed_collate(fetcher.collate_fn)
+            fetcher.fetch = self._fetches.noted(fetcher)
             over.asks = self._last_fetch_ns > _WORTH_READING_NS
         if pins := getattr(getattr(iterator, "_pin_memory_thread", None), "native_id", None):
             if self._pins is not None:
@@ -241,11 +242,14 @@ class Fetches:
     """Times the fetch of each batch. In a loader's worker it wraps PyTorch's fetchers and writes fetches.jsonl."""
 
     def __init__(self) -> None:
-        self.log = BudgetLog("fetches.jsonl", _FETCH.__mod__, keys=2, sums=3)
+        self.log = BudgetLog("fetches.jsonl", _fetch_line, keys=2, sums=3)
         self.off = False
         self.busy = False  # this worker is fetching; loaders that its data set uses are not timed
         self.collate_ns = 0  # of the current batch
         self.size = UNSEEN  # of the batch of this loader that was last measured
+        self.digest: Digest = UNWATCHED  # of a sample of the current batch
+        self._digests = SampleDigests()
+        self._asked: tuple[Any, Any] = None, None  # the data set of the current batch, and the indices
         self._worker = -1  # the number of this worker
         self._counters: KernelCounters | None = None  # of this worker; below, their values after its last fetch
         self._last: tuple[int, int, int, int] = _UNREAD
@@ -266,7 +270,8 @@ class Fetches:
         """Reset in a forked child, which may be a worker."""
         self.log.forget()
         self.busy = False
-        self.size = UNSEEN
+        self.size, self.digest = UNSEEN, UNWATCHED
+        self._digests = SampleDigests()
         self._counters = None
         if not self.off:
             self._wrap()
@@ -283,6 +288,10 @@ class Fetches:
         sizes = BatchSize()
 
         def timed(samples: Any) -> Any:
+            try:
+                self.digest = self._digests.see(*self._asked, samples)  # before it is collated: that may change it
+            except Exception as e:  # noqa: BLE001 - the script goes on
+                self.fail(e)
             began = perf_counter_ns()
             try:
                 with passing:
@@ -297,6 +306,17 @@ class Fetches:
 
         timed.is_timed = True  # type: ignore[attr-defined]
         return hidden(timed)
+
+    def noted(self, fetcher: Any) -> Any:
+        """Return the `fetch` of a fetcher of the training thread that notes which samples a batch is of."""
+        original = fetcher.fetch
+
+        def fetch(index: Any) -> Any:
+            self._asked = fetcher.dataset, index
+            with passing:
+                return original(index)
+
+        return hidden(fetch)
 
     def _wrap(self) -> None:
         """Wrap PyTorch's fetchers, which the worker loops of other libraries call too."""
@@ -319,6 +339,7 @@ class Fetches:
                 with passing:
                     return original(fetcher, index)
             self.busy = True
+            self._asked = fetcher.dataset, index
             try:
                 with passing:
                     data = original(fetcher, index)
@@ -341,7 +362,7 @@ class Fetches:
                 self._join(info.id)
             if not hasattr(fetcher.collate_fn, "is_timed"):
                 fetcher.collate_fn = self.timed_collate(fetcher.collate_fn)
-            self.collate_ns = 0
+            self.collate_ns, self.digest = 0, UNWATCHED
             return perf_counter_ns()
         except Exception as e:  # noqa: BLE001 - the script goes on
             self.fail(e)
@@ -355,7 +376,7 @@ class Fetches:
             # From the end of one fetch to the end of the next: a batch is sent while the next one is fetched.
             before, self._last = self._last, self._counters.all()
             at, used = marks.recorder.unix(began), used_between(before, self._last)
-            row = (self._worker, os.getpid(), at, 1, now - began, self.collate_ns, *used, *self.size)
+            row = (self._worker, os.getpid(), at, 1, now - began, self.collate_ns, *used, *self.size, *self.digest)
             self.log.rows.append(row)
             if len(self.log.rows) >= _MOST_ROWS:
                 self.log.fit()
@@ -394,8 +415,18 @@ _BATCH = '{"kind":"%s","loader":%s,"start_ns":%s,"step":%s,"count":%s,"dur_ns":%
 _QUEUE = ',"worker":%s,"empty":%s,"ready":%s,"outstanding":%s'
 _FETCH = (
     '{"worker":%s,"pid":%s,"start_ns":%s,"count":%s,"dur_ns":%s,"collate_ns":%s,"cpu_ns":%s,"delay_ns":%s,'
-    '"stored_bytes":%s,"read_bytes":%s,"tensors":%s,"tensor_bytes":%s}\n'
+    '"stored_bytes":%s,"read_bytes":%s,"tensors":%s,"tensor_bytes":%s'
 )
+_SAMPLE = ',"sample":%s,"of_samples":%s,"digest":%s,"sample_bytes":%s'
+
+
+def _fetch_line(row: Row) -> str:
+    return f"{_FETCH % row[:12]}{_sample(row[3], row[12:])}}}\n"
+
+
+def _sample(count: Any, digest: Row) -> str:
+    """Return what is said of a watched sample; "": there is none, or the row is a sum."""
+    return _SAMPLE % digest if count == 1 and digest[0] >= 0 else ""
 
 
 def _loading_line(row: Row) -> str:
@@ -408,5 +439,5 @@ def _loading_line(row: Row) -> str:
     elif kind == "usage":
         line += f',"cpu_ns":{cpu},"delay_ns":{delay},"thread_ns":{ran},"pin_ns":{max(pin, -1)}'
     elif row[15] >= 0:
-        line += _FETCHED % (row[15], cpu, delay, *row[16:])
+        line += _FETCHED % (row[15], cpu, delay, *row[16:20]) + _sample(count, row[20:])
     return line + "}\n"

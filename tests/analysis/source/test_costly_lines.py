@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from dlprof.analysis.compute.rules import costly_line
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.input.rules import input_wait
 from dlprof.analysis.source.line_shares import costliest, costly_lines
-from tests.fixtures import runs
+from tests.fixtures import readings, runs
 from tests.fixtures.asking import ask
-from tests.fixtures.loaders import loaded
+from tests.fixtures.loaders import loaded, repeating
 from tests.fixtures.runs import MS
 from tests.fixtures.sampled_stacks import burst
 
@@ -145,6 +146,40 @@ def test_a_needless_line_comes_before_workers_that_give_no_more(tmp_path: Path) 
         burst(path, {f"{MAKE};{ZIP}": share, f"{MAKE};{ROW}": 100 - share}, lines=[["/w/data.py", 9, lines[0]]])
         then = ask(input_wait.RULE, path)
         assert [setting.name for setting in then.changes[0].settings] == ["num_workers", "persistent_workers"]
+
+
+MB = 1_000_000
+RESIZE = "image = image.resize((64, 64))"
+
+
+@pytest.mark.parametrize(
+    ("watched", "text", "kept"),
+    [
+        (repeating(80, 4, MB), RESIZE, True),
+        (repeating(80, 4, MB), "", True),
+        (repeating(80, 4, MB), SOURCE[0][2], False),  # it is known how to make a sample cheaper
+        (repeating(80, 4, MB, changed=8), RESIZE, False),  # augmented
+        (repeating(160, 4, MB), RESIZE, False),  # no sample came again
+        (repeating(80, 4, 4 * MB), RESIZE, False),  # to copy them takes too long
+        (repeating(80, 4, MB), "memory", False),
+    ],
+)
+def test_samples_that_are_the_same_in_every_epoch_may_be_kept(
+    tmp_path: Path, watched: Callable[[Path], object], text: str, kept: bool
+) -> None:
+    of = {"dataset_length": 80, "batch_size": 4}
+    path = loaded(watched, fetch=80, cpu=80, workers=0, own=20, cores=4, **of)(tmp_path)
+    left = 100 * MB if text == "memory" else 1_000 * MB
+    readings.write(path / "hosts/node-1/host.jsonl", [{"memory_available_bytes": left}] * 40)
+    burst(
+        path, {f"{MAKE};{ZIP}": 95, f"{MAKE};{ROW}": 5}, lines=[["/w/data.py", 9, RESIZE if text == "memory" else text]]
+    )
+    found = ask(input_wait.RULE, path)
+    assert ("make each sample once" in found.changes[0].text) == kept
+    if kept:
+        assert "the 20 that were looked at were), and the 80 take 80 MB" in found.changes[0].text
+        assert found.verdict.endswith("the same samples are made again in every epoch.")
+        assert found.saving_ns == pytest.approx(80 * MS, rel=0.05)
 
 
 @pytest.mark.parametrize(

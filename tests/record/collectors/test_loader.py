@@ -201,6 +201,15 @@ def check_workers(found: Written, workers: int, epochs: int) -> None:
 def test_loaders_are_known_in_order_and_by_their_role(kinds: Path) -> None:
     told = [(of["num_workers"], of["batch_size"], of["role"]) for of in facts(kinds)["loaders"]]
     trains = [(0, 4), (2, 4), (2, 4), (2, None), (2, 4), (0, 8), (0, 6), (0, 4), (1, 4), (1, 4)]
+    # In each pass, a sample of some batches is known again: here by the number in it and by who made it.
+    for name, workers in (("thread", 0), ("fork", 2)):
+        found = written(kinds, ORDER.index(name))
+        seen = [row for row in (found.fetches if workers else found.batches) if "sample" in row]
+        made = {(row["sample"], row.get("pid")): row["digest"] for row in seen}
+        assert len(seen) == 24
+        assert len(set(made.values())) == len(made) == (24 if workers else 12)
+        assert {row["of_samples"] for row in seen} == {48}
+        assert all(row["sample"] % 3 == 0 and 32 < row["sample_bytes"] < 50 for row in seen)
     assert told[:11] == [(1, 4, "validation"), *((*one, "train") for one in trains)]
     usage = [row for row in lines(kinds / "loading.jsonl") if row["kind"] == "usage"]
     assert {row["loader"] for row in usage} == {-1}

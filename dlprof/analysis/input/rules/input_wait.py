@@ -19,9 +19,13 @@ recorded, the saving is the whole wait.
 
 With stacks (py-spy), the user's line that takes most of making a batch is named. Where it is known to do needless work
 (`dlprof explain idioms`), and no less is saved without it than with more workers, it comes first. The saving is then
-that of batches that cost nothing to make, with the garbage that is collected meanwhile.
+that of batches that cost nothing to make, with the garbage that is collected meanwhile. So does keeping the samples,
+where it is not known what that line does: a few samples are looked at each time that they are made, and if all are the
+same in every epoch, fit into half of the memory that is left, and take ten times as long as to copy them, to make them
+once is enough.
 
-What to change, in this order: cure a line that does needless work for every sample, let worker processes load
+What to change, in this order: cure a line that does needless work for every sample, keep samples that are always the
+same, let worker processes load
 (`num_workers`), keep them between epochs (`persistent_workers=True`), make a sample cheaper (decode smaller, cache what
 is decoded, store what is read together in one file), collate whole tensors, hand over fewer bytes where pinning them is
 the limit, and give the loader's processes free cores.
@@ -109,6 +113,13 @@ def cheaper(faster: FasterLoader) -> str:
     """Say how a batch gets cheaper: by the line that takes most of making it, where that is known."""
     if faster.line is None or faster.part == PINNING:
         return CHEAPER[faster.part][0]
+    if (kept := faster.kept) is not None:
+        of_line = f"{faster.line.shown.rstrip(',')} takes most of a sample"
+        return (
+            "make each sample once and keep it, in `__init__` or at its first `__getitem__` (then with"
+            f" `persistent_workers=True`): every epoch has the same samples (the {kept.again:,} that were looked at"
+            f" were), and the {kept.samples:,} take {size(kept.size)}; {of_line}"
+        )
     return faster.line.advice("make a sample cheaper, or keep what was made, at")
 
 
@@ -159,7 +170,8 @@ def _by_plan(starving: Starving, faster: FasterLoader, plan: Plan) -> Iterator[C
     samples = cheaper(faster)
     if faster.line_first:
         rest = duration(max(starving.step_ns - faster.line_ns, 0.0))
-        yield change(f"{samples}; without this line alone a step of {rest} is left")
+        without = "with samples that cost nothing to make" if faster.kept else "without this line alone"
+        yield change(f"{samples}; {without} a step of {rest} is left")
         if plan.gain_ns >= NOTABLE_SHARE * starving.step_ns and then.workers > now.workers:
             yield _workers_to(then.workers, now.workers, f" alone{predicted}")
         return
@@ -297,7 +309,7 @@ def explain(
         evidence=recorded_waits(step_series, rank) if plan is None else predicted_steps(starving, faster_loader, plan),
         forecasts=() if plan is None else forecasts_of(starving.step_ns, plan),
         sure=_sure(job, faster_loader) + assumed,
-        verdict=_verdict(estimate, starving, faster_loader.line) if _is_about_it(faster_loader) else "",
+        verdict=_verdict(estimate, starving, faster_loader) if _is_about_it(faster_loader) else "",
         at_most=not faster_loader.workers_help,
         where=(faster_loader.line.place,) if faster_loader.line is not None and _is_about_it(faster_loader) else (),
     )
@@ -310,10 +322,10 @@ def _is_about_it(faster: FasterLoader) -> bool:
     return faster.line_first or (not faster.workers_help and faster.part != PINNING)
 
 
-def _verdict(estimate: Estimate, starving: Starving, line: CostlyLine | None) -> str:
-    if line is None or not line.does:
-        return ""
-    return f"{percent((estimate.lost_ns or 0.0) / starving.step_ns)} of each step waits for data: {line.does}."
+def _verdict(estimate: Estimate, starving: Starving, faster: FasterLoader) -> str:
+    does = "the same samples are made again in every epoch" if faster.kept else faster.line.does if faster.line else ""
+    waits = f"{percent((estimate.lost_ns or 0.0) / starving.step_ns)} of each step waits for data"
+    return f"{waits}: {does}." if does else ""
 
 
 def _line(line: CostlyLine | None) -> str:
