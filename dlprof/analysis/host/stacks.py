@@ -5,6 +5,7 @@ By dlprof's own samples of stacks, by the profiles of other tools, and by the li
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -197,30 +198,82 @@ _TRAINING = re.compile(
 MOST_CALLS = 60
 
 
+# The lines that lead to a function, as function, file and line: what calls it, and what leads there.
+Way = tuple[tuple[str, str, int], ...]
+
+# One way to a line is named from this share of its samples on.
+_MOSTLY = 0.7
+
+# A function that PyTorch wraps, as by `torch.no_grad()`, is called by the line before.
+_DECORATES = re.compile(r"decorate_context|wrapper|inner|_fn$")
+
+
+def training_functions(stacks: Iterable[tuple[str, list[str], int]]) -> set[tuple[str, str]]:
+    """Return the functions of the user's, with their files, that call `backward` or the optimizer."""
+    found: set[tuple[str, str]] = set()
+    for doing, stack, _ in stacks:
+        if doing in ("backward", "optimizer"):
+            before = itertools.takewhile(lambda text: PHASE_BEGINS.search(text) is None, stack)
+            own = [f for text in before if (f := FRAME.fullmatch(text)) and is_own(f[2])]
+            found.update((f[1], f[2]) for f in own[-1:])
+    return found
+
+
+def callers(stack: list[str], at: int, trains: set[tuple[str, str]]) -> Way:
+    """Return the lines that lead to the function of frame `at`: that which calls it, and that in the function which
+    trains (`trains`), else the outermost of a model's or a data set's own; () where it is that function itself.
+    """
+    way: list[tuple[str, str, int]] = []
+    for text in reversed(stack[: at + 1]):
+        frame = FRAME.fullmatch(text)
+        if frame is None:  # the script's main part leads to everything
+            way = way[:2]
+            break
+        if is_own(frame[2]):
+            way.append((frame[1], frame[2], int(frame[3])))
+        elif not _DECORATES.match(frame[1]):
+            break
+        if way[-1][:2] in trains:
+            break
+    calls = [one for one in way[1:] if one[:2] != way[0][:2]]
+    return tuple(dict.fromkeys((*calls[:1], *calls[-1:])))
+
+
+def usual(ways: Counter[Way], directory: str) -> Way:
+    """Return the most common way, files named from a directory; (): there is none that most samples have."""
+    way, often = ways.most_common(1)[0]
+    return tuple((f, file.removeprefix(directory), n) for f, file, n in way) if often >= _MOSTLY * ways.total() else ()
+
+
 @per_rank
-def own_lines(stacks: Frame = needs(schema.STACKS)) -> pd.DataFrame:
-    """Return the user's lines that the training thread was seen in: doing, function, file, line, trains, seen, samples.
+def own_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
+    """Return the user's lines that the training thread was seen in: doing, function, file, line, trains, callers, seen,
+    samples.
 
     In a phase, the line that called what begins it; between the phases the innermost one. `trains`: it was in a
-    loss, in the setting of gradients to zero, or in an exchange. `seen`: of the `samples` of the doing. The most seen
-    first.
+    loss, in the setting of gradients to zero, or in an exchange. `callers`: what leads there, as a `Way`. `seen`: of
+    the `samples` of the doing. The most seen first.
     """
     seen: Counter[tuple[str, str, str, int, bool]] = Counter()
     samples: Counter[str] = Counter()
-    for doing, stack, n in seen_doing(stacks):
+    ways: dict[tuple[str, str, str, int, bool], Counter[Way]] = defaultdict(Counter)
+    known = list(seen_doing(stacks))
+    training = training_functions(known)
+    for doing, stack, n in known:
         samples[doing] += n
         if doing == "worker":
             continue
         if doing != "rest":
-            at = next((i for i, text in enumerate(stack) if PHASE_BEGINS.search(text)), len(stack))
-            stack = stack[:at] or stack
-        frames = frames_of(stack)
-        own = [i for i, frame in enumerate(frames) if is_own(frame[1])]
-        if own:
-            below = frames[own[-1] + 1 :]
-            seen[(doing, *frames[own[-1]], bool(below and _TRAINING.search(below[0][1])))] += n
-    rows = [(*place, n, samples[place[0]]) for place, n in seen.most_common(MOST_CALLS)]
-    return pd.DataFrame(rows, columns=["doing", "function", "file", "line", "trains", "seen", "samples"])
+            stack = list(itertools.takewhile(lambda text: PHASE_BEGINS.search(text) is None, stack)) or stack
+        at = next((i for i in reversed(range(len(stack))) if (f := FRAME.fullmatch(stack[i])) and is_own(f[2])), None)
+        if at is not None:
+            frame, *below = frames_of(stack[at:])
+            place = (doing, *frame, bool(below and _TRAINING.search(below[0][1])))
+            seen[place] += n
+            ways[place][callers(stack, at, training)] += n
+    directory = str(rank.facts.get("directory") or "")
+    rows = [(*at, usual(ways[at], directory), n, samples[at[0]]) for at, n in seen.most_common(MOST_CALLS)]
+    return pd.DataFrame(rows, columns=["doing", "function", "file", "line", "trains", "callers", "seen", "samples"])
 
 
 def is_own(file: str) -> bool:

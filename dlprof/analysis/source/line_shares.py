@@ -6,10 +6,9 @@ of the user's that ranks recorded.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +23,15 @@ from dlprof.analysis.host.stacks import (
     FRAME,
     LEAST_SAMPLES,
     NOTABLE_SHARE,
-    PHASE_BEGINS,
     PLACE,
+    Way,
+    callers,
     is_own,
     own_lines,
     seen_doing,
     shown,
+    training_functions,
+    usual,
 )
 from dlprof.analysis.source.patches import Call, calls_of
 from dlprof.analysis.timeline.stalls import periodic, stall_means
@@ -98,12 +100,6 @@ _AROUND = 3
 
 # A line is called what at least this share of its samples is.
 _NAMED = 0.25
-
-# One way to a line is named from this share of its samples on.
-_MOSTLY = 0.7
-
-# A function that PyTorch wraps, as by `torch.no_grad()`, is called by the line before.
-_DECORATES = re.compile(r"decorate_context|wrapper|inner|_fn$")
 
 # In such a line the loop is left, and what it held is freed: that is no part of a step.
 _LEAVES = ("break", "return")
@@ -196,42 +192,12 @@ def start_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RA
     return table.assign(via=pd.Series(via, index=table.index, dtype=object))
 
 
-def _begins_phases(stacks: Iterable[tuple[str, list[str], int]]) -> set[tuple[str, str]]:
-    """Return the functions of the user's, with their files, that call the model, `backward` or the optimizer."""
-    found: set[tuple[str, str]] = set()
-    for doing, stack, _ in stacks:
-        if doing in ("forward", "backward", "optimizer"):
-            before = itertools.takewhile(lambda text: PHASE_BEGINS.search(text) is None, stack)
-            own = [f for text in before if (f := FRAME.fullmatch(text)) and is_own(f[2])]
-            found.update((f[1], f[2]) for f in own[-1:])
-    return found
-
-
-def _callers(stack: list[str], at: int, steps: set[tuple[str, str]]) -> tuple[tuple[str, str, int], ...]:
-    """Return the lines that lead to the function of frame `at`, as `costly_lines` names them.
-
-    `steps`: the functions that make a step of training; what calls these is left out.
-    """
-    way: list[tuple[str, str, int]] = []
-    for text in reversed(stack[: at + 1]):
-        frame = FRAME.fullmatch(text)
-        if frame is None or not is_own(frame[2]):
-            if frame is not None and _DECORATES.match(frame[1]):
-                continue
-            break
-        way.append((frame[1], frame[2], int(frame[3])))
-        if way[-1][:2] in steps:
-            break
-    calls = [one for one in way[1:] if one[:2] != way[0][:2]]
-    return tuple(dict.fromkeys((*calls[:1], *calls[-1:])))
-
-
 def _costly(
     stacks: Sequence[tuple[str, list[str], int]], rank: RankFacts, of_data: idioms.Idiom | None = None
 ) -> pd.DataFrame:
     """Return the lines as `costly_lines` does; `of_data`: what the making of a batch is where no line says more."""
-    texts, loops, steps = texts_of(rank), _loops_of(rank), _begins_phases(stacks)
-    ways: dict[tuple[str, str, str, int], Counter[tuple[tuple[str, str, int], ...]]] = {}
+    texts, loops, steps = texts_of(rank), _loops_of(rank), training_functions(stacks)
+    ways: dict[tuple[str, str, str, int], Counter[Way]] = {}
     seen: dict[tuple[str, str, str, int], Counter[str]] = {}
     of: Counter[str] = Counter()
     for doing, stack, n in stacks:
@@ -249,18 +215,15 @@ def _costly(
                 found = of_loop or idioms.BY_NAME[idioms.LOOPS]
             found = found or (of_data if doing in idioms.DATA else None)
             seen.setdefault((doing, *place), Counter())[found.name if found else ""] += n
-            ways.setdefault((doing, *place), Counter())[_callers(stack, at, steps)] += n
+            ways.setdefault((doing, *place), Counter())[callers(stack, at, steps)] += n
     directory, rows = str(rank.facts.get("directory") or ""), []
     for (doing, function, file, line), names in seen.items():
         samples = names.total()
         name, times = max(((k, n) for k, n in names.items() if k), key=lambda of: of[1], default=("", 0))
         text = texts.get((file, line), "")
         named = name if times >= _NAMED * samples else ""
-        way, often = ways[doing, function, file, line].most_common(1)[0]
-        callers = (
-            tuple((f, path.removeprefix(directory), n) for f, path, n in way) if often >= _MOSTLY * samples else ()
-        )
-        rows.append((doing, function, file.removeprefix(directory), line, text, named, callers, samples, of[doing]))
+        way = usual(ways[doing, function, file, line], directory)
+        rows.append((doing, function, file.removeprefix(directory), line, text, named, way, samples, of[doing]))
     columns = ["doing", "function", "file", "line", "text", "idiom", "callers", "samples", "of"]
     table = pd.DataFrame(rows, columns=columns).sort_values(["doing", "samples"], ascending=[True, False])
     return table[table.groupby("doing").cumcount() < MOST_LINES].reset_index(drop=True)

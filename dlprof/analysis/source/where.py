@@ -27,7 +27,7 @@ from dlprof.analysis.compute.operators import operator_work
 from dlprof.analysis.compute.products import misaligned_sizes
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs, per_rank, within_rank
 from dlprof.analysis.host.gaps import host_gaps
-from dlprof.analysis.host.stacks import DOING, LEAST_SAMPLES, shown
+from dlprof.analysis.host.stacks import DOING, LEAST_SAMPLES, own_lines, shown
 from dlprof.analysis.host.waiting import sync_waits
 from dlprof.analysis.idioms import IDIOMS
 from dlprof.analysis.modules.frames import Frames, module_frames, module_rows
@@ -376,6 +376,7 @@ class Source:
     call_sites: Maybe[list[Call]] = maybe(call_sites)
     line_shares: Maybe[Frame] = maybe(line_shares)
     costly_lines: Maybe[Frame] = maybe(costly_lines)
+    own_lines: Maybe[Frame] = maybe(own_lines)
     found_in_modules: Maybe[Frame] = maybe(found_in_modules)
     options: Maybe[list[Option]] = maybe(options)
 
@@ -390,7 +391,7 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     if shares is not None and concern.phases and not outcome.where:
         lines = over_ranks(shares)
         where += _of_lines(lines[lines["library"].str.startswith(concern.called)], concern.phases)
-    where = _with_callers(where, source.costly_lines.or_none())
+    where = _with_callers(where, source)
     of_script = source.options.or_none() or []
     changes = tuple(
         _located(_in_code(change, outcome.id, where, calls), calls, concern.role, of_script)
@@ -465,13 +466,17 @@ def _of_lines(shares: pd.DataFrame, phases: Sequence[str]) -> list[Place]:
     return found
 
 
-def _with_callers(where: list[Place], costly: pd.DataFrame | None) -> list[Place]:
+def _with_callers(where: list[Place], source: Source) -> list[Place]:
     """Return the places with the lines that call the first one's function, if stacks were seen in the first."""
-    first = next(iter(where), None)
-    if costly is None or first is None or first.share is None:
+    if not where:
         return where
-    rows = costly[(costly["file"] == first.file) & (costly["line"] == first.line)]
-    callers = next(iter(rows.sort_values("samples", ascending=False)["callers"]), ())
+    first = where[0]
+    # A call, as of the model, is seen in the stacks of what it begins.
+    seen = (source.own_lines if first.share is None else source.costly_lines).or_none()
+    if seen is None:
+        return where
+    rows = seen[(seen["file"] == first.file) & (seen["line"] == first.line)]
+    callers = next(iter(rows["callers"]), ())
     if not callers:
         return where
     known = {(place.file, place.line) for place in where}

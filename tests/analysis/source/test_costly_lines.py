@@ -99,7 +99,8 @@ def test_the_lines_that_call_the_costliest_are_named(
 ) -> None:
     model = f"{EPOCH.format(60)};{MODEL};forward (/w/net.py:7)"
     elsewhere = f"{EPOCH.format(71)};{SCORE}"
-    path = recorded(tmp_path, {model: 30, way: 60, elsewhere: 5})
+    trains = f"{EPOCH.format(61)};backward (/v/lib/python3.11/site-packages/torch/_tensor.py:600)"
+    path = recorded(tmp_path, {model: 30, way: 60, elsewhere: 5, trains: 30})
     frame = runs.measured(path, costly_lines).frame(costly_lines)
     found = costliest(Maybe(lambda: frame), 0, "forward" if MODEL in way else "rest")
     assert found is not None

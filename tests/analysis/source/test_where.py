@@ -76,7 +76,12 @@ def source(
         columns = ["doing", "file", "line", "callers", "samples"]
         return pd.DataFrame([("rest", "metric.py", 5, (("update", "train.py", 12),), 9)], columns=columns)
 
-    return Source(Maybe(lambda: [*calls]), Maybe(known), Maybe(costly), Maybe(of_modules), Maybe(lambda: [*options]))
+    def own() -> Any:
+        rows = [("forward", "net.py", 8, (("fit", "train.py", 30), ("main", "train.py", 40)))]
+        return pd.DataFrame(rows, columns=["doing", "file", "line", "callers"])
+
+    seen = Maybe(known), Maybe(costly), Maybe(own), Maybe(of_modules)
+    return Source(Maybe(lambda: [*calls]), *seen, Maybe(lambda: [*options]))
 
 
 def found(rule: str, *changes: Change) -> Outcome:
@@ -123,10 +128,16 @@ def test_a_line_that_the_rule_names_is_not_named_again_for_its_call() -> None:
 
 def test_a_line_is_named_with_what_calls_it() -> None:
     hot = Place("metric.py", 5, "distance", share=0.9)
-    for rule_named, lines in ((hot, [5, 12]), (replace(hot, line=6), [6]), (replace(hot, share=None), [5])):
+    call = Place("net.py", 8, "score", what="self.model(x)")
+    for rule_named, lines, what in (
+        (hot, [5, 12], "called by update (train.py:12)"),
+        (replace(hot, line=6), [6], ""),
+        (replace(hot, share=None), [5], ""),
+        (call, [8, 30, 40], "self.model(x), called by fit (train.py:30)"),
+    ):
         where = placed(replace(found("gc_pauses"), where=(rule_named,)), (), source([])).where
         assert [place.line for place in where] == lines
-        assert where[0].what == ("called by update (train.py:12)" if len(lines) > 1 else "")
+        assert where[0].what == what
 
 
 def test_of_several_calls_of_a_kind_those_made_most_often_come_first_and_a_librarys_last() -> None:
