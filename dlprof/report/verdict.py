@@ -88,6 +88,9 @@ _PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "other": ("is not attributed to any category", ()),
 }
 
+# Rules whose finding says where such a part comes from, though its own rule could not judge it.
+_EXPLAIN: Mapping[str, tuple[str, ...]] = {"host": ("busy_thread", "step_python", "parameter_loop")}
+
 
 class Headline(NamedTuple):
     """The diagnosis as one sentence, one more on its gain, and the share that the first one is about; "" without."""
@@ -189,7 +192,8 @@ def _unjudged(result: Result) -> _Unjudged | None:
             continue
         what, rules = _PARTS[category]
         judges = [states[rule] for rule in rules if rule in states]
-        if not any(o.state in ("found", "clear") for o in judges):
+        explained = any(states[rule].state == "found" for rule in _EXPLAIN.get(category, ()) if rule in states)
+        if not explained and not any(o.state in ("found", "clear") for o in judges):
             unknown = ", and no rule could judge it" if rules else ""
             why = next((f": {plain(o.why, 300).rstrip('.')}" for o in judges if o.why), unknown)
             return _Unjudged(share, f"{percent(share)} of {_each(result)} {what}{why}.")

@@ -19,7 +19,7 @@ threading.Thread(target=monitor, daemon=True).start()
 model = torch.nn.Sequential(*(layer for _ in range(10) for layer in (torch.nn.Linear(64, 64), torch.nn.ReLU())))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 x = torch.rand(16, 64)
-clock = Clock(60, warm=5)
+clock = Clock(400, warm=5)
 while True:
     loss = model(x).square().mean()
     optimizer.zero_grad()

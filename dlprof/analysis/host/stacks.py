@@ -281,10 +281,15 @@ def is_own(file: str) -> bool:
     return _INSTALLED.search(file) is None
 
 
+# What Python calls the body of an expression in a function.
+_INNER = re.compile(r"(\.<locals>)?\.<(genexpr|listcomp|dictcomp|setcomp|lambda)>$")
+
+
 def shown(function: str, file: str, line: int = 0) -> str:
     """Name a function as a report does: decode (data.py:41)."""
     if file == "<unknown>":
         return function
+    function = _INNER.sub("", function)
     name = re.split(r"[/\\]", file)[-1] if is_own(file) else PLACE.sub("", file)
     return f"{function} ({name}:{line})" if line else f"{function} ({name})"
 

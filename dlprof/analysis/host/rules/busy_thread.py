@@ -120,7 +120,7 @@ def explain(
         f" {percent(min(share, 1.0))} of the samples; the training thread stands still for"
         f" {duration(estimate.by_rank_ns[estimate.worst])} of a step of {duration(mean_step_ns)}.",
         changes=(
-            change(f"let {name} sleep between two looks (`time.sleep(1)`, `event.wait(1)`)"),
+            change(f"let the thread sleep between two looks (`time.sleep(1)`, `event.wait(1)`): {name}"),
             change("or do its work in another process: `multiprocessing.Process`, a DataLoader's workers"),
         ),
         evidence=table(
