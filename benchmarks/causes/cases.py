@@ -54,7 +54,7 @@ CASES: tuple[Case, ...] = (
     Case("cache_lost", "MONAI's caching data sets", ("worker_restart", "input_wait"), ("persistent_workers",)),
     Case("not_sharded", "an IterableDataset in every worker", ("duplicate_batches",), ("get_worker_info",)),
     Case("thread_with_gil", "a monitor that polls", ("busy_thread",), ("sleep",)),
-    Case("hidden_state", "a hidden state that is kept", ("growing_steps",), ("detach",)),
+    Case("hidden_state", "a hidden state that is kept", ("growing_steps", "costly_line"), ("detach",)),
     Case("managed_dict", "a dictionary of a manager", ("input_wait",), ("in the data set itself",)),
     Case("sampler_list", "pytorch/pytorch 50689", ("input_wait", "slow_start"), ("num_samples", "as they are needed")),
     Case("deadlock", "pytorch/pytorch 1355", ("slow_start", "job_failed"), ("lock", "spawn")),

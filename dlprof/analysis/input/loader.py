@@ -219,8 +219,8 @@ def repeated_samples(fetches: Frame = needs(fetches)) -> pd.DataFrame:
     of_sample = of_sample[of_sample["size"] > 1]
     by = of_sample.groupby("of_samples")["nunique"]
     found = pd.DataFrame({"again": by.size(), "same": by.apply(lambda of: int((of == 1).sum()))})
-    found["bytes"] = watched.groupby("of_samples")["sample_bytes"].mean()
-    return found.reset_index().astype(dict.fromkeys(("of_samples", "again", "same"), int))
+    sizes = watched.groupby("of_samples")["sample_bytes"].mean()
+    return found.assign(bytes=sizes.reindex(found.index)).reset_index()
 
 
 @across_ranks

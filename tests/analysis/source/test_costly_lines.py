@@ -11,6 +11,7 @@ import pytest
 
 from dlprof.analysis.compute.rules import costly_line
 from dlprof.analysis.engine import Maybe
+from dlprof.analysis.input.loader import repeated_samples
 from dlprof.analysis.input.rules import input_wait
 from dlprof.analysis.source.line_shares import costliest, costly_lines
 from tests.fixtures import readings, runs
@@ -150,6 +151,7 @@ def test_a_needless_line_comes_before_workers_that_give_no_more(tmp_path: Path) 
 
 
 MB = 1_000_000
+ONCE = repeating(160, 4, MB)
 RESIZE = "image = image.resize((64, 64))"
 
 
@@ -160,7 +162,7 @@ RESIZE = "image = image.resize((64, 64))"
         (repeating(80, 4, MB), "", True),
         (repeating(80, 4, MB), SOURCE[0][2], False),  # it is known how to make a sample cheaper
         (repeating(80, 4, MB, changed=8), RESIZE, False),  # augmented
-        (repeating(160, 4, MB), RESIZE, False),  # no sample came again
+        (ONCE, RESIZE, False),  # no sample came again
         (repeating(80, 4, 4 * MB), RESIZE, False),  # to copy them takes too long
         (repeating(80, 4, MB), "memory", False),
     ],
@@ -175,11 +177,15 @@ def test_samples_that_are_the_same_in_every_epoch_may_be_kept(
     burst(
         path, {f"{MAKE};{ZIP}": 95, f"{MAKE};{ROW}": 5}, lines=[["/w/data.py", 9, RESIZE if text == "memory" else text]]
     )
+    seen = runs.measured(path, repeated_samples).frame(repeated_samples)
+    assert [*seen["again"]] == ([] if watched is ONCE else [20])
     found = ask(input_wait.RULE, path)
     assert ("make each sample once" in found.changes[0].text) == kept
     if kept:
         assert "the 20 that were looked at were), and the 80 take 80 MB" in found.changes[0].text
-        assert found.verdict.endswith("the same samples are made again in every epoch.")
+        again = "the same samples are made again in every epoch."
+        assert found.verdict.endswith(again) == (not text)
+        assert found.changes[0].text.startswith("make each") == (not text)
         assert found.saving_ns == pytest.approx(80 * MS, rel=0.05)
 
 

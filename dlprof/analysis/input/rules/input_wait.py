@@ -42,6 +42,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule
 from dlprof.analysis.host.stacks import hottest, hottest_own
+from dlprof.analysis.idioms import LOOPS
 from dlprof.analysis.input.fetch_replay import COLLATING, PINNING, SAMPLES
 from dlprof.analysis.input.input_waits import (
     MADE_HERE,
@@ -114,12 +115,14 @@ def cheaper(faster: FasterLoader) -> str:
     if faster.line is None or faster.part == PINNING:
         return CHEAPER[faster.part][0]
     if (kept := faster.kept) is not None:
-        of_line = f"{faster.line.shown.rstrip(',')} takes most of a sample"
-        return (
+        once = (
             "make each sample once and keep it, in `__init__` or at its first `__getitem__` (then with"
             f" `persistent_workers=True`): every epoch has the same samples (the {kept.again:,} that were looked at"
-            f" were), and the {kept.samples:,} take {size(kept.size)}; {of_line}"
+            f" were), and the {kept.samples:,} take {size(kept.size)}"
         )
+        if _unknown(faster):
+            return f"{once}; {faster.line.shown.rstrip(',')} takes most of a sample"
+        return f"{faster.line.advice()}; or {once}"
     return faster.line.advice("make a sample cheaper, or keep what was made, at")
 
 
@@ -138,6 +141,9 @@ def _by_rate(starving: Starving, faster: FasterLoader) -> Iterator[Change]:
     """Propose as many workers as keep up with the rest of the step, where no batch was recorded."""
     samples = cheaper(faster)
     workers, cores, busy = starving.workers, starving.cores, max(starving.step_ns - starving.wait_ns, 1.0)
+    if _is_about_it(faster):
+        yield change(samples)
+        samples = "cheaper samples"
     if workers is None:
         # No setting is proposed: to keep the workers between epochs alone is no cure of a loader that is too slow.
         yield change("more `num_workers`, and `persistent_workers=True`")
@@ -322,8 +328,14 @@ def _is_about_it(faster: FasterLoader) -> bool:
     return faster.line_first or (not faster.workers_help and faster.part != PINNING)
 
 
+def _unknown(faster: FasterLoader) -> bool:
+    """Return whether it is not known how to make the line faster that takes most of a batch."""
+    return faster.line is None or faster.line.idiom is None or faster.line.idiom.name == LOOPS
+
+
 def _verdict(estimate: Estimate, starving: Starving, faster: FasterLoader) -> str:
-    does = "the same samples are made again in every epoch" if faster.kept else faster.line.does if faster.line else ""
+    again = faster.kept is not None and _unknown(faster)
+    does = "the same samples are made again in every epoch" if again else faster.line.does if faster.line else ""
     waits = f"{percent((estimate.lost_ns or 0.0) / starving.step_ns)} of each step waits for data"
     return f"{waits}: {does}." if does else ""
 
