@@ -227,11 +227,12 @@ def _place(outcome: Outcome) -> str:
 
 
 def edit(change: Change) -> tuple[str, ...]:
-    """Return the lines of the first edit of a change's diff, with CONTEXT lines around it."""
+    """Return the lines of the first edit of a change's diff, with CONTEXT lines around it; an import comes last."""
     lines = [line for line in change.diff.split("\n") if line[:4] not in ("--- ", "+++ ") and line[:1] != "\\"]
     changed = [n for n, line in enumerate(lines) if line[:1] in ("-", "+")]
     if not changed:
         return ()
+    changed = [n for n in changed if not lines[n].startswith(("+import ", "+from "))] or changed
     hunk = next((n for n, line in enumerate(lines) if line.startswith("@@") and n > changed[0]), len(lines))
     last = max(n for n in changed if n < hunk)
     shown = lines[max(changed[0] - CONTEXT, 0) : min(last + CONTEXT + 1, hunk)]

@@ -243,7 +243,7 @@ class _Sources:
         text, edits = files[call.file]
         made: list[Change] = []
         if call.kind == "code":
-            made = [rewritten(text, call.file, call.line, str(settings[f"{call.file}:{call.line}"]))]
+            made = rewritten(text, call.file, call.line, str(settings[f"{call.file}:{call.line}"]))
         elif "memory_format" in settings:
             made = [_appended(call, text)]
         elif both := insertions.pair(self._calls) if "autocast" in settings or "autocast_dtype" in settings else None:

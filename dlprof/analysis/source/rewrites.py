@@ -46,6 +46,20 @@ class Wrapped:
         return f"for … in loader: … → {self.block} for …"
 
 
+@dataclass(frozen=True)
+class Decorated:
+    """A method that gets a decorator, unless it has one or other arguments than these."""
+
+    method: str
+    args: int
+    decorator: str  # a function of a module that is imported where it is not
+
+    @property
+    def shown(self) -> str:
+        """As of a Rewrite."""
+        return f"def {self.method}(…) → @{self.decorator} def {self.method}(…)"
+
+
 # Each parameter in a loop, and all of them in one call; within `torch.no_grad()`, as tensors that want gradients are
 # changed in place.
 _PAIRS = (
@@ -74,8 +88,11 @@ _ONE_AVERAGE = (
     "_e.copy_(_d * _e + _w * _p)",
 )
 
-# By the name of the idiom, or of the rule that finds the line.
-REWRITES: Mapping[str, tuple[Rewrite | Wrapped, ...]] = {
+# Samples that are the same in every epoch: what the data set's method makes is kept. What the change then begins with.
+KEPT, KEEP = "samples_kept", "make each sample once and keep it"
+
+# By the name of the idiom, or of what a rule has found.
+REWRITES: Mapping[str, tuple[Rewrite | Wrapped | Decorated, ...]] = {
     "anomaly_mode": (
         Rewrite("torch.autograd.set_detect_anomaly(True, *_a, **_k)", "torch.autograd.set_detect_anomaly(False)"),
         Rewrite("torch.autograd.set_detect_anomaly(mode=True, **_k)", "torch.autograd.set_detect_anomaly(False)"),
@@ -97,6 +114,8 @@ REWRITES: Mapping[str, tuple[Rewrite | Wrapped, ...]] = {
     "dataframe_rows": (Rewrite("_f.iloc[_i][_c_text]", "_f[_c_text].iat[_i]"),),
     # Only with the type: NumPy's and PyTorch's of numbers of Python are others.
     "list_of_arrays": (Rewrite("torch.tensor(_x, dtype=_d)", "torch.from_numpy(numpy.array(_x)).to(_d)"),),
+    # Each worker keeps those that it made, as long as it lives.
+    KEPT: (Decorated("__getitem__", 2, "functools.cache"),),
     "loader_counted": (
         Rewrite("len(list(_x_loader))", "len(_x_loader)"),
         Rewrite("sum(1 for _e in _x_loader)", "len(_x_loader)"),
@@ -104,25 +123,27 @@ REWRITES: Mapping[str, tuple[Rewrite | Wrapped, ...]] = {
     # A tensor that was made in inference mode is refused in training, as one that a module keeps: so not that.
     "validation_share": (Wrapped("with torch.no_grad():", ("backward", "step")),),
 }
-_ROOTS = ("torch", "numpy", "gc")
+_ROOTS = ("torch", "numpy", "gc", "functools")
 # Fields of the syntax tree that say nothing of what a program does, or that differ by where an expression stands.
 _IGNORED = ("ctx", "type_comment", "type_ignores", "kind")
 
 
-def rewritten(source: bytes, file: str, line: int, name: str) -> Change:
-    """Return the edit of a line's statement that cures an idiom; raise NotEditable where none of its edits fits."""
+def rewritten(source: bytes, file: str, line: int, name: str) -> list[Change]:
+    """Return the edits of a line's statement that cure an idiom; raise NotEditable where none is known that fits."""
     text = utf8(source)
     tree = parsed(text)
     try:
         imports = _imports(tree)
         for one in REWRITES.get(name, ()):
             if isinstance(one, Wrapped):
-                return _wrapped(text, tree, one, line, imports, file)
+                return [_wrapped(text, tree, one, line, imports, file)]
+            if isinstance(one, Decorated):
+                return _decorated(text, tree, one, line, imports, file)
             pattern = _body(one.find)
             for node in _around(tree, line):
                 found: dict[str, Any] = {}
                 if _same(pattern, node, found, imports):
-                    return _replaced(text, tree, node, _body(one.put), found, imports, file)
+                    return [_replaced(text, tree, node, _body(one.put), found, imports, file)]
     except RecursionError:
         raise NotEditable("it is nested too deeply") from None
     raise NotEditable("it is written in a way that no edit of code is known for")
@@ -313,6 +334,45 @@ def _wrapped(text: bytes, tree: ast.Module, one: Wrapped, line: int, imports: Ma
     # Each line keeps its own indentation before what is put before it: the first one has lost it.
     code = header + newline + indent + deeper
     return _checked(lines, tree, loop, ast.With(block.items, [loop]), code, file)
+
+
+def _decorated(
+    text: bytes, tree: ast.Module, one: Decorated, line: int, imports: Mapping[str, str], file: str
+) -> list[Change]:
+    """Return the edits that give the method that a line is in a decorator, and import its module."""
+    owners = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    methods = [node for owner in owners for node in owner.body if isinstance(node, ast.FunctionDef)]
+    inside = [m for m in methods if m.name == one.method and m.lineno <= line <= (m.end_lineno or 0)]
+    if len(inside) != 1:
+        raise NotEditable(f"it is in no {one.method}")
+    (method,), lines = inside, Lines(text)
+    names_of = [given.arg for given in method.args.args]
+    if method.decorator_list or ast.unparse(method.args) != ", ".join(names_of) or len(names_of) != one.args:
+        raise NotEditable("it is decorated, or takes other arguments")
+    root, names = one.decorator.partition(".")[0], {path: name for name, path in imports.items()}
+    called = names.get(one.decorator) or one.decorator.replace(root, names.get(root, root), 1)
+    newline = b"\r\n" if b"\r\n" in text else b"\n"
+    at = lines.at(method.lineno, method.col_offset)
+    edits = [Change(file, at, at, f"@{called}".encode() + newline + _indent(lines, method), method.lineno)]
+    first: ast.stmt | None = None
+    if not names.keys() & {root, one.decorator}:
+        first = next((n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))), None)
+        future = first is not None and isinstance(first, ast.ImportFrom) and first.module == "__future__"
+        if first is None or future:
+            first = next((n for n in tree.body[1:] if isinstance(n, (ast.Import, ast.ImportFrom)) and n != first), None)
+        if first is None:
+            raise NotEditable("it imports nothing")
+        at = lines.at(first.lineno, 0)
+        edits.append(Change(file, at, at, f"import {root}".encode() + newline, first.lineno))
+    made = text
+    for edit in edits:  # the later one comes first
+        made = made[: edit.begin] + edit.new + made[edit.end :]
+    method.decorator_list.append(ast.parse(called, mode="eval").body)
+    if first is not None:
+        tree.body.insert(tree.body.index(first), ast.parse(f"import {root}").body[0])
+    if ast.dump(ast.parse(made)) != ast.dump(tree):
+        raise NotEditable("it is written in a way that is not edited")
+    return edits
 
 
 def _indent(lines: Lines, node: ast.stmt) -> bytes:

@@ -36,7 +36,7 @@ from dlprof.analysis.modules.work import OUTSIDE, traced_exchanges
 from dlprof.analysis.source.edits import nodes_of_line
 from dlprof.analysis.source.line_shares import call_sites, costly_lines, line_shares, over_ranks
 from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites
-from dlprof.analysis.source.rewrites import REWRITES
+from dlprof.analysis.source.rewrites import KEEP, KEPT, REWRITES
 from dlprof.analysis.step.partition import exposed_communication
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets, Idle, device_sets, device_work, first_after, has_device, idle
@@ -492,14 +492,15 @@ _EDITED = {"anomaly_mode": "set_detect_anomaly", "validation_share": "no_grad"}
 
 def _in_code(change: Change, rule: str, where: Sequence[Place], calls: Sequence[Call]) -> Change:
     """Return a change that no setting makes with the edit of code that does, where one is known for its idiom."""
-    if change.settings or change.training or change.informs:
+    keeps = change.text.startswith(KEEP)  # with its workers, which a setting keeps
+    if (change.settings and not keeps) or change.training or change.informs:
         return change
-    of_rule = rule if _EDITED.get(rule, "\n") in change.text else ""
+    of_rule = KEPT if keeps else rule if _EDITED.get(rule, "\n") in change.text else ""
     name = next((one.name for one in IDIOMS if one.remedy in change.text), of_rule)
     for place in (*filter(None, (change.at,)), *where) if name in REWRITES else ():
         setting = Setting(f"{place.file}:{place.line}", to=name)
         if place.line and patch(calls, [Wanted("code", {setting.name: name})]).text:
-            return replace(change, settings=(setting,))
+            return replace(change, settings=(setting, *change.settings))
     return change
 
 

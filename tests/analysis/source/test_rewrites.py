@@ -11,7 +11,7 @@ import pytest
 from dlprof.analysis.idioms import BY_NAME
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.source.edits import NotEditable
-from dlprof.analysis.source.rewrites import REWRITES, rewritten
+from dlprof.analysis.source.rewrites import KEPT, REWRITES, rewritten
 
 HEAD = "import gc\nimport numpy as np\nimport torch\nfrom torch import tensor\n"
 AVERAGE = """
@@ -36,9 +36,10 @@ def after(code: str, mark: str, name: str, head: str = HEAD) -> str:
     """Return the code in which the edit of the line with a mark has been made."""
     source = head + code
     line = source[: source.index(mark)].count("\n") + 1
-    change = rewritten(source.encode(), "train.py", line, name)
     text = source.encode()
-    made = (text[: change.begin] + change.new + text[change.end :]).decode()
+    for change in rewritten(text, "train.py", line, name):
+        text = text[: change.begin] + change.new + text[change.end :]
+    made = text.decode()
     ast.parse(made)
     assert made.startswith(head)
     return made.removeprefix(head)
@@ -147,5 +148,40 @@ def test_a_module_that_is_not_imported_is_not_named() -> None:
         after("x = torch.tensor(a, dtype=d)", "x =", "list_of_arrays", "import torch\n")
 
 
+KEEPS = """
+class Data:
+    def __init__(self):
+        self.made = []
+
+    def __getitem__(self, index):
+        self.made.append(index)
+        return index * 2
+"""
+
+
+def test_samples_are_kept_by_a_decorator() -> None:
+    made = after(KEEPS, "self.made.append", KEPT, "import functools\n")
+    assert made == KEEPS.replace("    def __getitem__", "    @functools.cache\n    def __getitem__")
+    space: dict[str, Any] = {}
+    head = "from __future__ import annotations\nimport gc\n"
+    exec(after(head + KEEPS, "self.made.append", KEPT, ""), space)
+    data = space["Data"]()
+    assert [data[n] for n in (1, 2, 1)] == [2, 4, 2]
+    assert data.made == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (KEEPS.replace("__getitem__", "get"), "in no __getitem__"),
+        (KEEPS.replace("index):", "index, more=1):"), "other arguments"),
+        (KEEPS.replace("    def __getitem__", "    @staticmethod\n    def __getitem__"), "it is decorated"),
+    ],
+)
+def test_other_methods_are_not_decorated(code: str, why: str) -> None:
+    with pytest.raises(NotEditable, match=why):
+        after(code, "self.made.append", KEPT)
+
+
 def test_every_edit_is_of_an_idiom_or_a_rule() -> None:
-    assert REWRITES.keys() <= BY_NAME.keys() | {rule.id for rule in RULES}
+    assert REWRITES.keys() <= BY_NAME.keys() | {KEPT} | {rule.id for rule in RULES}

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -58,6 +59,7 @@ from dlprof.analysis.input.input_waits import (
 )
 from dlprof.analysis.input.loader import loader_means, pinning, worker_means
 from dlprof.analysis.source.line_shares import CostlyLine
+from dlprof.analysis.source.rewrites import KEEP
 from dlprof.analysis.step.breakdown import breakdown, part_least, part_noise
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.timeline.steps import step_series
@@ -110,15 +112,15 @@ def described(starving: Starving, loader_means: Maybe[pd.DataFrame], worker_mean
     return who + (f", {duration(collating)} of it collating" if 2 * collating > fetch else "")
 
 
-def cheaper(faster: FasterLoader) -> str:
+def cheaper(starving: Starving, faster: FasterLoader) -> str:
     """Say how a batch gets cheaper: by the line that takes most of making it, where that is known."""
     if faster.line is None or faster.part == PINNING:
         return CHEAPER[faster.part][0]
     if (kept := faster.kept) is not None:
+        workers = " (then with `persistent_workers=True`)" if starving.workers else ""
         once = (
-            "make each sample once and keep it, in `__init__` or at its first `__getitem__` (then with"
-            f" `persistent_workers=True`): every epoch has the same samples (the {kept.again:,} that were looked at"
-            f" were), and the {kept.samples:,} take {size(kept.size)}"
+            f"{KEEP}, in `__init__` or at its first `__getitem__`{workers}: every epoch has the same samples (the"
+            f" {kept.again:,} that were looked at were), and the {kept.samples:,} take {size(kept.size)}"
         )
         if _unknown(faster):
             return f"{once}; {faster.line.shown.rstrip(',')} takes most of a sample"
@@ -139,7 +141,7 @@ def changes(starving: Starving, faster: FasterLoader) -> Iterator[Change]:
 
 def _by_rate(starving: Starving, faster: FasterLoader) -> Iterator[Change]:
     """Propose as many workers as keep up with the rest of the step, where no batch was recorded."""
-    samples = cheaper(faster)
+    samples = cheaper(starving, faster)
     workers, cores, busy = starving.workers, starving.cores, max(starving.step_ns - starving.wait_ns, 1.0)
     if _is_about_it(faster):
         yield change(samples)
@@ -173,11 +175,14 @@ def _by_plan(starving: Starving, faster: FasterLoader, plan: Plan) -> Iterator[C
     """Propose the workers of a plan, or cheaper batches where these do not help."""
     now, then = plan.now, plan.chosen
     predicted = f": a step of {duration(starving.step_ns - plan.gain_ns)} is predicted"
-    samples = cheaper(faster)
+    samples = cheaper(starving, faster)
     if faster.line_first:
         rest = duration(max(starving.step_ns - faster.line_ns, 0.0))
+        # With workers that live for one epoch alone, each makes its samples again.
+        kept = faster.kept is not None and starving.loader.get("persistent_workers") is False and starving.workers
+        lives: Any = {"persistent_workers": (False, True)} if kept else {}
         without = "with samples that cost nothing to make" if faster.kept else "without this line alone"
-        yield change(f"{samples}; {without} a step of {rest} is left")
+        yield change(f"{samples}; {without} a step of {rest} is left", **lives)
         if plan.gain_ns >= NOTABLE_SHARE * starving.step_ns and then.workers > now.workers:
             yield _workers_to(then.workers, now.workers, f" alone{predicted}")
         return
@@ -368,10 +373,10 @@ def _sure(job: Job, faster: FasterLoader) -> str:
             " cores and the load that they had; storage is taken to serve more readers at once as fast as these."
         )
     if faster.line_first:
+        alone = "samples" if faster.kept else "this line, by its share of the stacks,"
         return (
-            "Estimated as batches that cost nothing to make: the most that changing the line can give. With this line"
-            f" alone gone, as its share of the stacks says, {duration(faster.line_ns)} is saved; by more workers alone,"
-            f" {duration(plan.gain_ns)}."
+            "Estimated as batches that cost nothing to make: the most that it can give. Without"
+            f" {alone} alone, {duration(faster.line_ns)} is saved; by more workers alone, {duration(plan.gain_ns)}."
         )
     other = {SAMPLES: "collating", PINNING: "making them"}.get(faster.part, "reading the samples")
     cores = ", and training with the cores that this leaves" if settings.on_cpu(job) else ""
