@@ -67,7 +67,7 @@ gave 1.65 to 1.79 ×, two threads 1.51 ×; of `healthy_shards`, two threads 1.38
 |---|---|---|
 """
 
-_SAID = re.compile(r"^STEP_MS (\d+(?:\.\d+)?)$", re.MULTILINE)
+_SAID = re.compile(r"^(?:STEP_MS )?(\d+(?:\.\d+)?)(?: ms per step.*)?$", re.MULTILINE)
 _MOST_S = 240
 
 

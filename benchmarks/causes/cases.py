@@ -161,6 +161,18 @@ CASES: tuple[Case, ...] = (
     Case("molecule_classes", "PyDGN 87", ("periodic_work", "validation_share"), ("sum up",)),
     Case("permuted_tasks", "continual-learning 16", ("costly_line", "host_bound"), ("vmap",)),
     Case("station_demand", "tsai 31", ("slow_start",), ("sliding_window_view",)),
+    Case("grasp_clouds", "contact_graspnet 29", ("input_wait",), ("once",)),
+    Case("bird_clips", "opensoundscape 403", ("input_wait",), ("read only", "only what")),
+    Case("promoters", "mubind 2", ("input_wait",), ("look-up table", "frombuffer")),
+    Case("load_curves", "gluonts 2052", ("input_wait",), ("once",)),
+    Case("brain_register", "DeepReg 604", ("costly_line", "needless_products"), ("one line after the other", "separa")),
+    Case("session_gru", "pyGRU4REC 4", ("one_hot_input", "needless_products"), ("Embedding",)),
+    Case("ant_ppo", "PPO-PyTorch 60", ("costly_line", "host_bound", "needless_products"), ("Independent", "Normal(")),
+    Case("paper_topics", "dgl 2612", ("needless_products", "costly_line"), ("once",)),
+    Case("chat_lora", "peft 2894", ("gc_pauses", "step_python"), ("gc.collect",)),
+    Case("leaf_disease", "pytorch-lightning 189", ("step_python", "host_bound"), ("steps that are shown", "every k")),
+    Case("sprite_gan", "SiD-LSG 4", ("periodic_work", "validation_share"), ("once", "keep")),
+    Case("animal_tracks", "ExTrack 5", ("slow_start",), ("group",)),
 )
 
 # Scripts in which no mistake is known. The first line of a report should promise none of them 1.15 × or more that is
@@ -176,4 +188,7 @@ HEALTHY: tuple[str, ...] = (
     "healthy_verse",
     "healthy_plankton",
     "healthy_gauges",
+    "healthy_bakery",
+    "healthy_reviews",
+    "healthy_tiles",
 )
