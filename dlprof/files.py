@@ -65,9 +65,6 @@ def compact(data: object) -> str:
 # The folder, in a recorded run, of what is known of its ranks already.
 KEPT = ".dlprof"
 
-# The file in a host's folder that says which machine's it is.
-BOOT = "boot"
-
 
 def boot() -> str:
     """Return the boot id of this host's kernel; "" if it is unknown."""

@@ -311,7 +311,7 @@ class Outcome:
 
 
 def outcomes(asked: Iterable[str], reports: Iterable[object]) -> dict[str, Outcome]:
-    """Return what each override did, by name, from the ranks' files `overrides.json`: their counts are summed.
+    """Return what each override did, by name, from the ranks' logs `overrides`: their counts are summed.
 
     An override that no report names never applied. What in a report is not of the kind expected counts as not there.
     """

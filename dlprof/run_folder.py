@@ -1,14 +1,21 @@
-"""Where the ranks, tasks and hosts of a job lie in its run folder: no folder holds more than some hundred of them.
+"""Where the ranks, tasks and hosts of a job lie in its run folder, and in which file of theirs each log is.
+
+No folder holds more than some hundred of them, and each has few files: shared disks are slow to make a file.
 
 A rank finds its folder by its number alone, a host by its name: thousands must agree on it without asking each other.
 The first 256 ranks lie flat, ranks/00007; further ones by 256, ranks/12288-12543/12345. So do tasks. Hosts lie flat,
 hosts/HOST, unless whoever makes the run folder knows that they are many: then it makes the folder many-hosts, and they
 lie in 64 folders of that, many-hosts/3f/HOST. Older runs are flat, whatever their size.
+
+A process appends all that it writes line by line to one file. Each line begins with the name of its log, those of a
+host's file that are about one rank with that too: {"log":"steps",… and {"log":"gpu","rank":"00007",… A line that holds
+nothing else begins its log anew: {"log":"modules"}. Older runs have a file for each log.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import zlib
@@ -21,6 +28,12 @@ MANY_HOSTS = 256  # from more hosts on they do not lie flat
 _SPREAD = 64  # folders of many hosts
 
 HOSTS, SPREAD_HOSTS = "hosts", "many-hosts"
+
+# The file of a rank's own process; and those of the process that samples a host: what it reads, and Python stacks.
+RECORDS, SAMPLES, STACKS = "records.jsonl", "samples.jsonl", "stacks.jsonl"
+
+# Logs of one object, the last of which counts.
+_OBJECTS = ("held", "overrides", "sources")
 
 _RANGE = re.compile(r"[0-9]{5,9}-[0-9]{5,9}")
 _DIGEST = re.compile(r"[0-9a-f]{2}")
@@ -64,6 +77,42 @@ def in_tasks(run: Path) -> Iterator[Path]:
 def in_hosts(run: Path) -> list[Path]:
     """List what lies where the folders of hosts do, by name, as `in_ranks` does."""
     return sorted((*_below(run / HOSTS), *_below(run / SPREAD_HOSTS, _DIGEST)), key=lambda path: path.name)
+
+
+def begins(log: str, rank: str = "") -> str:
+    """Return what the lines of a log begin with; `rank`: the folder below ranks/ that samples are of."""
+    return f'{{"log":"{log}",' + (f'"rank":"{rank}",' if rank else "")
+
+
+def log_of(rank: Path, log: str) -> tuple[Path, str]:
+    """Return the file with a log of a rank, given its folder, and what its lines begin with in there."""
+    path = rank / RECORDS
+    if path.exists():
+        return path, begins(log)
+    return rank / f"{log}.json{'' if log in _OBJECTS else 'l'}", ""
+
+
+def lines_of(rank: Path, log: str) -> list[bytes]:
+    """Return the lines of a log of a rank, given its folder; none where there is no such file."""
+    path, start = log_of(rank, log)
+    try:
+        return [line for line in path.read_bytes().splitlines() if line.startswith(start.encode())]
+    except OSError:
+        return []
+
+
+def notes_name(boot: str) -> str:
+    """Return the file, in a host's folder, in which what runs under one kernel says who it is, and what went wrong."""
+    return f"notes-{boot[:8]}.jsonl"
+
+
+def boot_of(host: Path) -> str:
+    """Return the boot id of the machine that samples into a host's folder; "" where that is not known."""
+    try:
+        with (host / SAMPLES).open("rb") as file:
+            return str(json.loads(file.readline(256)).get("boot") or "")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
 
 
 def recorded(run: Path) -> bool:

@@ -211,7 +211,7 @@ def test_a_job_ends_with_the_request_or_the_client(tmp_path: Path, gone: str) ->
         async with client(tmp_path) as (_, call), anyio.create_task_group() as beside:
             beside.start_soon(partial(call, "record", command=[str(script)], steps=1_000_000))
             with anyio.fail_after(90):
-                while not list(tmp_path.glob("runs/*/ranks/*/steps.jsonl")):
+                while not list(tmp_path.glob("runs/*/ranks/*/records.jsonl")):
                     await anyio.sleep(0.2)
             assert running(script)
             beside.cancel_scope.cancel()

@@ -156,5 +156,5 @@ def _recorded(table: str) -> str:
     from dlprof.read.formats import formats
     from dlprof.read.sources import SOURCES
 
-    ours = [f"{source.files[0]} by dlprof/record/{source.recorder}" for source in SOURCES if table in source.tables]
+    ours = [f"{source.place} by dlprof/record/{source.recorder}" for source in SOURCES if table in source.tables]
     return ", ".join(ours) or "of " + ", ".join(one.name for one in formats() if table in one.tables)

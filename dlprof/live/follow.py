@@ -6,6 +6,7 @@ A look reads only what is new. Whatever stands in the files, nothing here raises
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any
 
 from dlprof import run_folder
 from dlprof.errors import DlprofError
+from dlprof.files import longer
 from dlprof.record.ranks import words_here
 
 PARTS = ("fetch", "lead", "forward", "backward", "optimizer")  # of a step, as `NAME_ns` in the table `steps`
@@ -27,8 +29,9 @@ _USED, _NEEDED = (*_SUMMED, "step", "start_ns", "first", "profiled"), {"step", "
 _LAST = 20  # lines of the step log that "now" is made of
 
 # Bytes of all step logs together that the first look reads, a second's work; of each at least, some 30 steps; and of
-# one log at any later look. Beyond that: of a file that is read as a whole, and of the end of a log of samples.
-_FIRST, _LEAST_FIRST, _NEXT, _WHOLE, _TAIL = 16 << 20, 12 << 10, 8 << 20, 16 << 20, 16 << 10
+# one log at any later look. Beyond that: of a file that is read as a whole, and of the end of a log of samples: some
+# readings of a host with 64 ranks.
+_FIRST, _LEAST_FIRST, _NEXT, _WHOLE, _TAIL = 16 << 20, 24 << 10, 8 << 20, 16 << 20, 256 << 10
 
 # Of more ranks than MANY only the FEW with the most time of their own are looked at closely; and so many hosts.
 MANY, FEW, _HOSTS = 64, 16, 16
@@ -67,7 +70,8 @@ def _is_run(path: Path) -> bool:
 def _freshness(run: Path) -> tuple[bool, float]:
     """Return whether a run is being written, and when that was last done, Unix s."""
     written = 0.0
-    for path in (run, run / "run.json", run / "ranks", run / "ranks" / "00000" / "steps.jsonl"):
+    steps, _ = run_folder.log_of(run / "ranks" / "00000", "steps")
+    for path in (run, run / "run.json", run / "ranks", steps):
         with contextlib.suppress(OSError):
             written = max(written, path.stat().st_mtime)
     # One whose recording was killed has no end either; after an hour it counts as over.
@@ -93,9 +97,19 @@ def _object(text: bytes) -> dict[str, Any]:
     return {}
 
 
-def _last(path: Path, most: int = _TAIL) -> list[dict[str, Any]]:
-    """Return the last objects in a file of a line for each, in order; [{}] where there are none."""
-    return [row for line in _bytes(path, -most, most).splitlines()[-4:] if (row := _object(line))] or [{}]
+def _last(path: Path, most: int = _TAIL, start: str = "") -> list[dict[str, Any]]:
+    """Return the last objects in a file of a line for each, of those that begin so; [{}] where there are none."""
+    size = -1
+    with contextlib.suppress(OSError, ValueError):
+        size = path.stat().st_size
+    lines = [line for line in _tail(path, size, most) if line.startswith(start.encode())]
+    return [row for line in lines[-4:] if (row := _object(line))] or [{}]
+
+
+@functools.lru_cache(maxsize=16)
+def _tail(path: Path, _size: int, most: int) -> list[bytes]:
+    """Return the last lines of a file of this size, in which several ranks may look for theirs."""
+    return _bytes(path, -most, most).splitlines()
 
 
 def number(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
@@ -111,30 +125,38 @@ def _objects(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 class Log:
-    """A log of JSON lines that grows. The first look reads its last `most` bytes; a line that is not whole waits."""
+    """A log of JSON lines that grows, in the folder of a rank; a line that is not whole waits.
 
-    def __init__(self, path: Path, most: int) -> None:
-        self._path, self._most, self._at = path, most, -1
+    The first look reads the last `most` bytes of its file, more where there is none of its lines in them.
+    """
+
+    def __init__(self, folder: Path, name: str, most: int) -> None:
+        self._folder, self._name, self._most, self._at = folder, name, most, -1
         self.skipped = False  # what was before those bytes was left out
         self.broken = 0  # lines that are no objects
 
     def follow(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the objects that are new, and whether the file is another one than before, or was cut off."""
+        path, start = run_folder.log_of(self._folder, self._name)
         size = -1
         with contextlib.suppress(OSError, ValueError):
-            size = self._path.stat().st_size
+            size = path.stat().st_size
         if size in (-1, self._at):
             return [], False
-        anew, cut, most = size < self._at, False, _NEXT
-        if self._at < 0:
+        anew, first, most = size < self._at, self._at < 0, _NEXT
+        if first:
             self._at, most = max(size - self._most, 0), self._most
-            cut = self.skipped = self._at > 0
+            self.skipped = self._at > 0
         self._at = 0 if anew else self._at
-        data = _bytes(self._path, self._at, most)
+        data = _bytes(path, self._at, most)
         # What has no end of a line in so many bytes is no log of ours.
         end = data.rfind(b"\n") + 1 or (len(data) if len(data) == most else 0)
+        lines = [line for line in data[:end].splitlines()[first and self.skipped :] if line.startswith(start.encode())]
+        if first and self.skipped and not lines and most < _WHOLE:
+            self._at, self._most = -1, 4 * most  # something else was written last
+            return self.follow()
         self._at += end
-        rows = [_object(line) for line in data[:end].splitlines()[cut:]]
+        rows = [_object(line) for line in lines]
         self.broken += rows.count({})
         return [row for row in rows if row], anew
 
@@ -162,7 +184,7 @@ class Rank:
 
     def __init__(self, number: int, life: int, folder: Path, most: int) -> None:
         self.number, self.life, self.folder = number, life, folder
-        self.log, self._stalls = Log(folder / "steps.jsonl", most), Log(folder / "stalls.jsonl", most)
+        self.log, self._stalls = Log(folder, "steps", most), Log(folder, "stalls", most)
         self._facts: tuple[float, dict[str, Any]] = (0.0, {})
         self._begin()
 
@@ -397,7 +419,9 @@ def machine(rank: Rank) -> dict[str, Any]:
 
     None: not measured.
     """
-    logs = {name: _last(rank.folder / f"{name}.jsonl") for name in ("gpu", "memory", "processes")}
+    logs = {name: _last(*_sampled(rank, name)) for name in ("gpu", "processes")}
+    path, start = run_folder.log_of(rank.folder, "memory")
+    logs["memory"] = _last(path, _TAIL, start)
     found = {name: number(logs[log][-1], key) for name, (log, key) in _SAMPLES.items()}
     first, last = logs["processes"][0], logs["processes"][-1]
     used, passed = (
@@ -409,9 +433,23 @@ def machine(rank: Rank) -> dict[str, Any]:
     return found | {"memory_limit_bytes": number(cpu, "memory_limit_bytes"), "host": str(rank.facts().get("host", ""))}
 
 
+def _sampled(rank: Rank, log: str) -> tuple[Path, int, str]:
+    """Return the file with the samples of a rank, how much of its end is read, and what they begin with."""
+    ranks = next(folder for folder in rank.folder.parents if folder.name == "ranks")
+    name, boot = str(rank.facts().get("host", "")), rank.facts().get("boot")
+    at = run_folder.host_folder(ranks.parent, name)
+    if boot and run_folder.boot_of(at) not in ("", boot):
+        at = at.with_name(longer(name, str(boot)))
+    path = at / run_folder.SAMPLES
+    if path.exists():
+        return path, _TAIL, run_folder.begins(log, rank.folder.relative_to(ranks).as_posix())
+    return rank.folder / f"{log}.jsonl", _TAIL, ""
+
+
 def host(folder: Path) -> dict[str, Any]:
     """Return a host's last sample: its name, the share of its cores in use, its memory in bytes."""
-    last = _last(folder / "host.jsonl")[-1]
+    new = folder / run_folder.SAMPLES
+    last = (_last(new, _TAIL, run_folder.begins("host")) if new.exists() else _last(folder / "host.jsonl"))[-1]
     names = ("cpu_share", "memory_used_bytes", "memory_available_bytes")
     return {"host": folder.name} | {name: number(last, name) for name in names}
 

@@ -102,8 +102,8 @@ def look(job: str, *, here: bool = False) -> Seen:
 def _elsewhere(run: Path) -> dict[int, Word]:
     """Return the ranks that have begun to train on other hosts, by number; some hundreds of them at most."""
     here = run_folder.host_folder(run, os.uname().nodename)
-    files = (path for host in run_folder.in_hosts(run) if host != here for path in host.glob("rank-*"))
-    words = sorted(words_in(itertools.islice(files, _MOST_ELSEWHERE)), key=lambda word: word.folder)
+    found = words_in(host for host in run_folder.in_hosts(run) if host != here)
+    words = sorted(itertools.islice(found, _MOST_ELSEWHERE), key=lambda word: word.folder)
     return {word.rank: word for word in words}
 
 

@@ -1,4 +1,4 @@
-"""Reads the JSON objects that dlprof writes: run.json, facts.json, held.json and overrides.json.
+"""Reads the JSON objects that dlprof writes: run.json, facts.json, and those of the logs `held` and `overrides`.
 
 What the shapes below declare can be relied on behind this reader: it has that type, or it is None or absent. What they
 do not declare, as a later dlprof writes it, passes where it is plain. Any other value is left out with a warning.
@@ -133,10 +133,10 @@ _MOST_NAMED = 6
 _WRONG = object()
 
 
-def read(path: Path, shape: Mapping[str, Shape] = RANK) -> Reading:
+def read(path: Path, shape: Mapping[str, Shape] = RANK, begins: str = "") -> Reading:
     """Return the facts in a file; raise DlprofError if it cannot be read or holds no object."""
     left_out: list[str] = []
-    facts = _fitting(shape, read_object(path), "", left_out)
+    facts = _fitting(shape, read_object(path, begins), "", left_out)
     named = few(left_out, _MOST_NAMED)
     warnings = (f"{path.name}: left out, since they are not of the kind expected: {named}",) if left_out else ()
     return Reading({}, facts, warnings)
@@ -187,7 +187,7 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 _MOST_TEXT = 400  # names and numbers are far shorter
 
-# Of held.json, beside its rows.
+# Of the log `held`, beside its rows.
 _HELD: Mapping[str, Shape] = {
     "state": str,  # counted, or why nothing was
     "step": int,
@@ -214,14 +214,14 @@ _HELD: Mapping[str, Shape] = {
 }
 
 
-def read_held(path: Path) -> Reading:
+def read_held(path: Path, begins: str = "") -> Reading:
     """Return table "held", and fact "held" with everything but the rows; raise DlprofError as `facts.read` does."""
     import pandas as pd  # which opening a run does not wait for
 
     from dlprof import schema
 
     row_shape: Mapping[str, Shape] = {n: str if d == schema.CATEGORY else int for n, d in schema.HELD.items()}
-    reading = read(path, {**_HELD, "rows": [row_shape]})
+    reading = read(path, {**_HELD, "rows": [row_shape]}, begins)
     about = dict(reading.facts)
     rows = about.pop("rows", None)
     if rows is None:
@@ -239,13 +239,13 @@ def read_held(path: Path) -> Reading:
 _MOST_APPLIED = 1 << 62
 
 
-def read_overrides(path: Path) -> Reading:
+def read_overrides(path: Path, begins: str = "") -> Reading:
     """Return table "overrides"; raises DlprofError if the file cannot be read or holds no object."""
     import pandas as pd
 
     from dlprof import schema
 
-    data = read_object(path)
+    data = read_object(path, begins)
     known = {name: entry for name, entry in data.items() if isinstance(entry, dict) and "value" in entry}
     rows = []
     for name, one in list(overrides.outcomes((), [known]).items())[: limit(MOST_SETTINGS)]:

@@ -24,8 +24,8 @@ MOST_INTEGER = 9  # bytes of an integer of a dump: 64 bits with a sign
 MOST_MEMO = 1 << 24  # objects of a dump that it can refer to again
 MOST_ENTRIES = 1_000_000  # of the flight recorder; its ring has 2,000 by default
 
-# Rows of held.json (a large model has some ten thousand), lines of timed functions, and settings of `--set` (a command
-# line holds fewer).
+# Rows of the log `held` (a large model has some ten thousand), lines of timed functions, and settings of `--set` (a
+# command line holds fewer).
 MOST_LISTED = 200_000
 MOST_SETTINGS = 1_000
 

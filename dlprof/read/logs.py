@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read import limits, opening
+from dlprof.read import limits
 from dlprof.read.kineto.json_stream import NOT_JSON
+from dlprof.read.records import lines_in
 from dlprof.read.sources import Reading
 
 _LATEST = 2**62
@@ -40,33 +41,32 @@ class Log(Generic[T]):
     DlprofError if the file cannot be read or holds bad lines only.
     """
 
-    def __init__(self, path: Path, what: str, decode: Callable[[bytes], T]) -> None:
-        self.path, self.what, self._decode = path, what, decode
+    def __init__(self, path: Path, what: str, decode: Callable[[bytes], T], begins: str = "") -> None:
+        self.path, self.what, self._decode, self._begins = path, what, decode, begins
         self.warnings: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[list[T]]:
         count = bad = 0
         last_is_bad = False
         most = limits.limit(limits.MOST_ROWS)
-        with opening.open_file(self.path) as file:
-            for lines in opening.lines_of(file):
-                good = []
-                for line in lines:
-                    if not line.strip():
-                        continue
-                    try:
-                        good.append(self._decode(line))
-                        last_is_bad = False
-                    except (*NOT_JSON, LookupError, TypeError, ValueError):
-                        bad += 1
-                        last_is_bad = True
-                many = count + len(good) > most
-                del good[most - count :]
-                count += len(good)
-                yield good
-                if many:
-                    self.warnings = (limits.too_many(self.path, self.what, most),)
-                    break
+        for lines in lines_in(self.path, self._begins):
+            good = []
+            for line in lines:
+                if not line.strip():
+                    continue
+                try:
+                    good.append(self._decode(line))
+                    last_is_bad = False
+                except (*NOT_JSON, LookupError, TypeError, ValueError):
+                    bad += 1
+                    last_is_bad = True
+            many = count + len(good) > most
+            del good[most - count :]
+            count += len(good)
+            yield good
+            if many:
+                self.warnings = (limits.too_many(self.path, self.what, most),)
+                break
         if bad > 1 and not count:
             raise DlprofError(f"{self.path}: not a log of {self.what}: none of its lines is one")
         if lost := bad - last_is_bad:
@@ -79,16 +79,17 @@ def rows(
     required: tuple[str, ...],
     default: Mapping[str, str | int] | None = None,
     extra: Mapping[str, str] | None = None,
+    begins: str = "",
 ) -> Reading:
     """Return the table of a log with the table's columns as keys of its lines; in order of time, if lines have one.
 
     A line without a required column is bad. Another column that is left out or null is what `default` says, else −1,
     NaN for a float64 and "" for a text. The default of a number is also the least that it may be. Keys that the table
     does not declare, of a later dlprof or an older one, are passed over. `extra` are keys (name → dtype) that become
-    columns to the right of the table's, for the caller to take off.
+    columns to the right of the table's, for the caller to take off. `begins`: see `records.lines_in`, here and below.
     """
     declared = {**schema.TABLES[table], **(extra or {})}
-    log = Log(path, table, msgspec.json.Decoder(_line(declared, required)).decode)
+    log = Log(path, table, msgspec.json.Decoder(_line(declared, required)).decode, begins)
     columns: dict[str, list[Any]] = {name: [_values([], dtype, None)] for name, dtype in declared.items()}
     for lines in log:
         for name, dtype in declared.items():
@@ -122,10 +123,10 @@ def _values(values: list[Any], dtype: str, default: str | int | None) -> Any:
 Series = dict[tuple[str, str], tuple[list[int], list[float]]]  # (source, metric) → times (ns), values
 
 
-def samples(path: Path, source: str) -> Reading:
+def samples(path: Path, source: str, begins: str = "") -> Reading:
     """Return the table "samples" of a sampler's log: every number of a line but its clocks is a metric."""
     found: Series = {}
-    log = Log(path, "samples", _sample)
+    log = Log(path, "samples", _sample, begins)
     for lines in log:
         for at, line in lines:
             for metric, value in line.items():
@@ -174,10 +175,10 @@ def samples_frame(found: Series) -> pd.DataFrame:
     return schema.check("samples", made)
 
 
-def read_steps(path: Path) -> Reading:
+def read_steps(path: Path, begins: str = "") -> Reading:
     """Return the table "steps"; raises DlprofError if the file cannot be read or is no log of steps."""
     extra = {"steps": "int64", "outstanding": "int64"}
-    log = rows(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"}, extra)
+    log = rows(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"}, extra, begins)
     frame, warnings = _settled(log.tables["steps"]), log.warnings
     steps = np.maximum(frame["steps"].to_numpy(), 1)
     most = limits.limit(limits.MOST_ROWS)

@@ -81,14 +81,18 @@ def read_file(path: Path, most: int = MOST_TEXT) -> bytes:
     return data
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a small JSON file; raise DlprofError if it cannot be read or holds none."""
+def read_object(path: Path, begins: str = "") -> dict[str, Any]:
+    """Return the object of a small JSON file, or the last that begins so; raise DlprofError where there is none."""
+    if begins:
+        from dlprof.read.records import last_line  # with numpy, which opening a run does not wait for
     try:
-        data = json.loads(read_file(path))
+        data = json.loads(last_line(path, begins) if begins else read_file(path))
     except (ValueError, RecursionError) as e:
         raise DlprofError(f"{path.name} is broken ({str(e)[:120]})") from None
     if not isinstance(data, dict):
         raise DlprofError(f"{path.name} is broken (it holds no object)")
+    if begins:
+        del data["log"]
     return data
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import json
 import os
 import re
 import time
@@ -15,12 +16,13 @@ from typing import Any
 
 from dlprof import run_folder
 from dlprof.errors import DlprofError
-from dlprof.files import BOOT, longer
+from dlprof.files import longer
 from dlprof.read import facts
 from dlprof.read.limits import MOST_RANKS
 from dlprof.read.mixture import Gathered, Taken, beside, gather, one_file
 from dlprof.read.opening import Inside, Unpacked, top, unpacked
 from dlprof.read.sources import SOURCES
+from dlprof.run_folder import SAMPLES, STACKS
 from dlprof.units import duration, few, listed
 
 FORMAT = 1
@@ -50,13 +52,19 @@ class Rank:
     facts: Mapping[str, Any] = field(default_factory=dict)
     resumed_ns: tuple[int, ...] = ()  # when the job, or part of it, continued after a stop
     pieces: Mapping[str, str] = field(default_factory=dict)  # format → this rank's piece of a shared file
+    begins: Mapping[str, str] = field(default_factory=dict)  # source → what its lines begin with in a file of several
 
     @property
     def unpacked_bytes(self) -> int:
         """The estimated size of its files, unpacked. Their tables need about as much memory (seen on real traces)."""
         from dlprof.read.kineto.json_stream import unpacked_bytes
 
-        return sum(map(unpacked_bytes, self.files.values()))
+        return sum(map(unpacked_bytes, self.paths))
+
+    @property
+    def paths(self) -> list[Path]:
+        """Its files, each once."""
+        return list(dict.fromkeys(self.files.values()))
 
 
 @dataclass(frozen=True)
@@ -168,9 +176,9 @@ def _recorded(folder: Path, window: int | None = None) -> Run:
         info = {**info, **run_folder.together(tasks)}  # no task wrote the end of the job
     warnings += info.get("warnings") or ()
     warnings += _earlier(folder, info)
-    of_hosts = [host / "warnings.txt" for host in run_folder.in_hosts(folder)]
-    said = [(path.parent.name, line) for path in of_hosts for line in inside.text(path).splitlines()]
-    warnings += once_each(said, "hosts")
+    warnings += once_each(
+        [(host.name, text) for host in run_folder.in_hosts(folder) for text in _said(inside, host)], "hosts"
+    )
     ranks, odd = _ranks(inside, window)
     warnings += odd
     resumed = {at for one in (info, *tasks) for at in one.get("resumed_ns") or ()}
@@ -204,6 +212,22 @@ def _recorded(folder: Path, window: int | None = None) -> Run:
         warnings=(*warnings, *inside.warnings),
         taken=tuple(one for one in more.taken if one.ranks),
     )
+
+
+def _boot(inside: Inside, host: Path) -> str:
+    """Return the boot id of the machine that sampled into a host's folder; "": not known."""
+    new = inside.holds(host / run_folder.SAMPLES)
+    return run_folder.boot_of(host) if new else inside.text(host / "boot")  # of an older run
+
+
+def _said(inside: Inside, host: Path) -> list[str]:
+    """Return the warnings of what sampled a host."""
+    start, said = run_folder.begins("warning"), inside.text(host / "warnings.txt").splitlines()  # of an older run
+    for path in sorted(host.glob(run_folder.notes_name("*"))):
+        for line in inside.text(path).splitlines():
+            with suppress(ValueError, RecursionError, LookupError, TypeError):
+                said += [" ".join(json.loads(line)["text"].splitlines())] if line.startswith(start) else []
+    return said
 
 
 _RESTARTED = re.compile(r"(.+) \(restart \d+\)")
@@ -264,7 +288,7 @@ def _ranks(inside: Inside, asked: int | None) -> tuple[list[Rank], list[str]]:
         warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")
     hosts: dict[Any, Path] = {path.name: path for path in run_folder.in_hosts(inside.root) if inside.holds_folder(path)}
     every_host = dict(hosts)
-    boots = {name: boot for name, path in hosts.items() if (boot := inside.text(path / BOOT))}
+    boots = {name: boot for name, path in hosts.items() if (boot := _boot(inside, path))}
     ranks = []
     of_ranks: list[tuple[str, str]] = []
     known: dict[int, tuple[Path, Mapping[str, Any]]] = {}
@@ -290,21 +314,23 @@ def _ranks(inside: Inside, asked: int | None) -> tuple[list[Rank], list[str]]:
         name, boot = recorded.get("host"), recorded.get("boot") or ""
         if name and boot and boots.setdefault(name, boot) != boot:
             recorded = {**recorded, "host": longer(name, boot)}
-        files = {name: path for name, path in _files(inside, folder).items() if name != TRACE}
+        # A host's samples belong to no single rank. They are read with its first rank.
+        at = every_host.get(recorded.get("host"), next(iter(every_host.values())) if len(every_host) == 1 else None)
+        sources = _sources(inside, folder, at, hosts.pop(recorded.get("host"), None))
+        files = {name: path for name, (path, _) in sources.items() if name != TRACE}
+        begun = {name: begins for name, (_, begins) in sources.items() if begins}
         files |= {TRACE: traces[index][number]} if number in traces[index] else {}
         window = recorded.get("window") or {}
         begins, ends = window.get("first_step"), window.get("last_step")
         if begins is not None and ends is not None and ends < begins:  # the job ended as the window began
             files.pop(TRACE, None)
-        # A host's samples belong to no single rank. They are read with its first rank.
-        if host := hosts.pop(recorded.get("host"), None):
-            files |= _files(inside, host, of_host=True)
         at = every_host.get(recorded.get("host"))
         exported = _nsys_of(inside, at, recorded.get("pid")) if at and TRACE not in files else None
         if exported is None:
-            ranks.append(Rank(index, files, recorded))
+            ranks.append(Rank(index, files, recorded, begins=begun))
         else:
-            ranks.append(Rank(index, {**files, NSYS: exported[0]}, recorded, pieces={NSYS: exported[1]}))
+            files, pieces = {**files, NSYS: exported[0]}, {NSYS: exported[1]}
+            ranks.append(Rank(index, files, recorded, pieces=pieces, begins=begun))
     return ranks, warnings + once_each(of_ranks, "ranks")
 
 
@@ -441,8 +467,20 @@ def once_each(warnings: Iterable[tuple[str, str]], kind: str) -> list[str]:
     return [f"{names[0] if len(names) == 1 else f'{len(names)} {kind}'}: {text}" for text, names in who.items()]
 
 
-def _files(inside: Inside, folder: Path, *, of_host: bool = False) -> dict[str, Path]:
-    """Return the file of each source that a rank or a host left."""
-    sources = [s for s in SOURCES if s.of_host == of_host]
-    found = {s.name: next((folder / f for f in s.files if inside.holds(folder / f)), None) for s in sources}
-    return {source: path for source, path in found.items() if path is not None}
+def _sources(inside: Inside, folder: Path, host: Path | None, first: Path | None) -> dict[str, tuple[Path, str]]:
+    """Return the file of each source of a rank, and what its lines begin with there; "": the file is all its own.
+
+    `host`: the folder of the rank's host; `first`: that too, where the host's own samples are read with this rank. A
+    log that is not in the file after all is missed when it is read.
+    """
+    name = folder.relative_to(inside.root / "ranks").as_posix()
+    found = {}
+    for source in SOURCES:
+        own = first if source.of_host else folder
+        beside = source.within in (SAMPLES, STACKS) and not source.of_host
+        shared, rank = (host, name) if beside else (own, "")
+        if source.within and shared is not None and inside.holds(shared / source.within):
+            found[source.name] = shared / source.within, run_folder.begins(source.log, rank)
+        elif own is not None and (path := next((own / f for f in source.files if inside.holds(own / f)), None)):
+            found[source.name] = path, ""
+    return found

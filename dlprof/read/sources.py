@@ -1,4 +1,4 @@
-"""Lists dlprof's own files that are read for a rank; each is read into a Reading.
+"""Lists what dlprof itself records that is read for a rank; each source is read into a Reading.
 
 Formats of other tools are in formats.py. logs.py reads logs, and facts.py JSON objects. Any other format has its
 own module with `read(path)`, which imports no other reader.
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dlprof.run_folder import RECORDS, SAMPLES, STACKS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,17 +36,30 @@ class Reading:
 
 @dataclass(frozen=True)
 class Source:
-    """A kind of file that a rank leaves on disk: its names (the first that exists is read), and its tables.
+    """What a rank leaves on disk of one kind: a log among others in a file, or a file of its own; and its tables.
 
-    Several sources may have rows of one table. A host's file is in the host's folder and is read with its first rank.
+    `files`: its names (the first that exists is read); of a log `within` a file, those of older recordings, named after
+    the log. Several sources may have rows of one table. That of a host is read with its first rank.
     """
 
     name: str
     files: tuple[str, ...]
     tables: tuple[str, ...]
     absent: str  # why the file may be missing, in words for the user
-    read: Callable[[Path], Reading]  # raises DlprofError if the file cannot be read or is no such log
+    # Raises DlprofError if the file cannot be read or is no such log. With a path, and what the log's lines begin with.
+    read: Callable[..., Reading]
+    within: str = ""
     of_host: bool = False
+
+    @property
+    def log(self) -> str:
+        """The name of its log."""
+        return self.files[0].partition(".")[0]
+
+    @property
+    def place(self) -> str:
+        """Where it is recorded, in words."""
+        return f"{self.log} in {self.within}" if self.within else self.files[0]
 
     @property
     def recorder(self) -> str:
@@ -55,25 +70,26 @@ class Source:
 def lazily(module: str, function: str = "read", *args: Any) -> Callable[..., Reading]:
     """Return a function of a module below dlprof.read that is imported, with pandas, when the first file is read.
 
-    It is called with the path, the piece where there is one, and `args`.
+    It is called with the path, the piece where there is one, `args`, and names that the caller gives.
     """
     return partial(_read, module, function, args)
 
 
-def _read(module: str, function: str, args: tuple[Any, ...], path: Path, *piece: str) -> Reading:
-    reading: Reading = getattr(importlib.import_module(f"dlprof.read.{module}"), function)(path, *piece, *args)
+def _read(module: str, function: str, args: tuple[Any, ...], path: Path, *piece: str, **more: str) -> Reading:
+    reading: Reading = getattr(importlib.import_module(f"dlprof.read.{module}"), function)(path, *piece, *args, **more)
     return reading
 
 
 def _log(table: str, absent: str, *required: str, name: str = "", file: str = "", **default: str | int) -> Source:
     """Describe a log of a table's rows; `required` and `default`: see `logs.rows`."""
-    files = (f"{file or table}.jsonl",)
-    return Source(name or table, files, (table,), absent, lazily("logs", "rows", table, required, default))
+    files, within = (f"{file or table}.jsonl",), "" if file else RECORDS
+    return Source(name or table, files, (table,), absent, lazily("logs", "rows", table, required, default), within)
 
 
 def _samples(name: str, *, of_host: bool = False) -> Source:
     """Describe a sampler's log, read into rows of the table "samples" with its name as their source."""
-    return Source(name, (f"{name}.jsonl",), ("samples",), _NOT_SAMPLED, lazily("logs", "samples", name), of_host)
+    read = lazily("logs", "samples", name)
+    return Source(name, (f"{name}.jsonl",), ("samples",), _NOT_SAMPLED, read, SAMPLES, of_host)
 
 
 # By the name of a source.
@@ -126,6 +142,7 @@ SOURCES: tuple[Source, ...] = (
         ("held",),
         "it was not counted what memory holds (`dlprof wrap` and `dlprof run` do, in the tenth step or a later one)",
         lazily("facts", "read_held"),
+        RECORDS,
     ),
     _samples("host", of_host=True),
     Source(
@@ -155,6 +172,7 @@ SOURCES: tuple[Source, ...] = (
         ("overrides",),
         "no setting was overridden (`--set NAME=VALUE` does that)",
         lazily("facts", "read_overrides"),
+        RECORDS,
     ),
     _log(
         "chunks",
@@ -169,6 +187,7 @@ SOURCES: tuple[Source, ...] = (
         ("stacks",),
         "no Python stacks were seen (py-spy was off, not there, not permitted, or had no time)",
         lazily("stacks"),
+        STACKS,
     ),
     _log(
         "stalls",
@@ -177,7 +196,14 @@ SOURCES: tuple[Source, ...] = (
         phase="rest",  # an older dlprof writes neither phase nor count
         count=1,
     ),
-    Source("steps", ("steps.jsonl",), ("steps",), f"no record of every step {_ONLY}", lazily("logs", "read_steps")),
+    Source(
+        "steps",
+        ("steps.jsonl",),
+        ("steps",),
+        f"no record of every step {_ONLY}",
+        lazily("logs", "read_steps"),
+        RECORDS,
+    ),
     Source(
         "torch_trace",
         ("trace.json.gz", "trace.json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections import Counter
@@ -19,6 +20,7 @@ from dlprof.read.kineto.json_stream import NOT_JSON
 from dlprof.read.limits import MOST_UNPACKED, most_unpacked
 from dlprof.read.opening import read_file
 from dlprof.read.profiles.frames import SPY_FRAME, SPY_THREAD, is_worker_loop, phase_in
+from dlprof.read.records import lines_in
 from dlprof.read.sources import Reading
 
 # Name, file and line.
@@ -59,13 +61,21 @@ _OUR_WORK = re.compile(r"[/\\]dlprof[/\\](record[/\\])?recorder\.py$")
 _PROFILER = re.compile(r"[/\\]torch[/\\](profiler[/\\]\w+|autograd[/\\]profiler)\.py$")
 
 
-def read(path: Path) -> Reading:
+class _Packed(msgspec.Struct):
+    gzip: bytes  # in JSON as base64
+
+
+_packed = msgspec.json.Decoder(_Packed).decode
+
+
+def read(path: Path, begins: str = "") -> Reading:
     """Return the table "stacks"; facts: `stacks` with bursts, sampled seconds and lines, if the file has them.
 
     `lines`: the source of lines that were seen much: file, line, text, and the line of the loop that it is in, 0: none
     that is not the training's. `start`: start_ns and end_ns of the burst before the process was a rank.
 
-    If the end is cut off, only its stacks are lost. Raises DlprofError if the file cannot be read or holds no stack.
+    If the end is cut off, only its stacks are lost. `begins`: see `records.lines_in`. Raises DlprofError if the
+    file cannot be read or holds no stack.
     """
     lines: Counter[tuple[bool, str]] = Counter()
     bursts = ns = bad = 0
@@ -74,7 +84,7 @@ def read(path: Path) -> Reading:
     warnings: list[str] = []
     texts: dict[tuple[str, int], str] = {}
     loops: dict[tuple[str, int], int] = {}
-    for text, cut in _parts_of(path, warnings):  # noqa: B007 - of the last one
+    for text, cut in _parts_of(path, begins, warnings):  # noqa: B007 - of the last one
         starts = False
         for line in text.split("\n"):
             folded, _, times = line.rpartition(" ")
@@ -112,11 +122,11 @@ def read(path: Path) -> Reading:
     return Reading({"stacks": schema.check("stacks", frame.astype(dict(schema.STACKS)))}, facts, tuple(warnings))
 
 
-def _parts_of(path: Path, warnings: list[str]) -> Iterator[tuple[str, bool]]:
+def _parts_of(path: Path, begins: str, warnings: list[str]) -> Iterator[tuple[str, bool]]:
     """Return the text of each burst, unpacked as far as possible, and whether its last line may be partial."""
-    data = read_file(path)
+    data = _packed_in(path, begins, warnings) if begins else read_file(path)
     left = most_unpacked(len(data))
-    if path.suffix != ".gz":
+    if not begins and path.suffix != ".gz":
         yield data.decode(errors="replace"), not data.endswith(b"\n")
         return
     while data:
@@ -132,6 +142,21 @@ def _parts_of(path: Path, warnings: list[str]) -> Iterator[tuple[str, bool]]:
             warnings.append(f"{path.name}: unpacks to more than {MOST_UNPACKED} times its size (--no-limits reads all)")
             return
         data = member.unused_data
+
+
+def _packed_in(path: Path, begins: str, warnings: list[str]) -> bytes:
+    """Return the bursts of a log, one after the other; of a cut last line nothing."""
+    found, bad, last_is_bad = [], 0, False
+    for line in itertools.chain(*lines_in(path, begins)):
+        try:
+            found.append(_packed(line).gzip)
+            last_is_bad = False
+        except NOT_JSON:  # noqa: PERF203 - a line a burst
+            bad += 1
+            last_is_bad = True
+    if lost := bad - last_is_bad:
+        warnings.append(f"{path.name}: {lost:,} malformed lines are left out")
+    return b"".join(found)
 
 
 def _row(folded: str) -> tuple[str, str, str, str] | None:

@@ -6,6 +6,8 @@ one that none of those has which train at the same time.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 import time
@@ -14,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlprof import run_folder
-from dlprof.files import write
+from dlprof.files import boot
 from dlprof.record.launch.process import started
+from dlprof.record.log import Log
 
 # The variables in which launchers pass the rank. SLURM's comes last: what another launcher starts within a job has that
 # of the batch script too, which is task 0.
@@ -151,6 +154,7 @@ class Word(NamedTuple):
     rank: int
     supervisor: str
     since: str  # what `started` says of it
+    at_ns: int = 0  # when it began
 
     @property
     def runs(self) -> bool:
@@ -159,24 +163,42 @@ class Word(NamedTuple):
 
 
 def words_here(run: Path) -> Iterator[Word]:
-    """Return what the processes of this host have said, in the files rank-PID of its folder."""
-    return words_in(_host(run).glob("rank-*"))
+    """Return what the processes of this host have said, in its folder."""
+    return words_in([_host(run)])
 
 
-def words_in(paths: Iterable[Path]) -> Iterator[Word]:
-    """Return what these files rank-PID of hosts' folders hold."""
-    for path in paths:
-        try:
-            pid = int(path.name.removeprefix("rank-"))
-            folder, supervisor, since = path.read_text().split()
-            rank = int(folder.rpartition("/")[2].partition(".")[0])
-            yield Word(path.parent.name, pid, folder, rank, supervisor, since)
-        except (OSError, ValueError):  # noqa: PERF203 - each may be half written, or just now deleted
-            continue
+def words_in(hosts: Iterable[Path]) -> Iterator[Word]:
+    """Return what processes have said in the folders of hosts, the last word of each."""
+    for host in hosts:
+        known = {}
+        for path in host.glob(run_folder.notes_name("*")):
+            known.update({(word.pid, word.since): word for word in _words_of(path)})
+        yield from known.values()
+
+
+def _words_of(notes: Path) -> Iterator[Word]:
+    """Return what a host's file of notes holds of its ranks, in order; a line that is being written is left out."""
+    start = run_folder.begins("rank").encode()
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError):
+        lines = notes.read_bytes().splitlines()
+    for line in lines:
+        if line.startswith(start):
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                said = json.loads(line)
+                rank = int(said["folder"].rpartition("/")[2].partition(".")[0])
+                of = (int(said["pid"]), str(said["folder"]), rank, str(said["supervisor"]), str(said["since"]))
+                yield Word(notes.parent.name, *of, int(said["at_ns"]))
 
 
 def _host(run: Path) -> Path:
     return run_folder.host_folder(run, os.uname().nodename)
+
+
+def leave_note(host: Path, kind: str, **said: Any) -> None:
+    """Append a line to the notes in a host's folder, which several processes under one kernel write. Raises OSError."""
+    with contextlib.closing(Log(host / run_folder.notes_name(boot()))) as log:
+        log.write(f"{run_folder.begins(kind)}{json.dumps(said)[1:]}\n")
 
 
 def _leave_word(run: Path, folder: Path) -> None:
@@ -187,9 +209,15 @@ def _leave_word(run: Path, folder: Path) -> None:
     """
     host = _host(run)
     host.mkdir(parents=True, exist_ok=True)
-    name = folder.relative_to(run / "ranks").as_posix()
-    word = f"{name} {os.environ.get('DLPROF_SUPERVISOR')} {started(os.getpid())}"
-    write(host / f"rank-{os.getpid()}", word)
+    leave_note(
+        host,
+        "rank",
+        pid=os.getpid(),
+        folder=folder.relative_to(run / "ranks").as_posix(),
+        supervisor=str(os.environ.get("DLPROF_SUPERVISOR")),
+        since=str(started(os.getpid())),
+        at_ns=time.time_ns(),
+    )
 
 
 def _trains(run: Path, folder: Path) -> bool:
@@ -206,19 +234,19 @@ def folder_of_rank(run: Path) -> Path | None:
 
     Workers are started before their rank knows that it trains, and may start in an interpreter of their own.
     """
-    try:
-        return run / "ranks" / _word_of_rank(run).read_text().partition(" ")[0]
-    except FileNotFoundError:
-        return None
+    word = _word_of_rank(run)
+    return run / "ranks" / word.folder if word is not None else None
 
 
 def age_of_rank(run: Path) -> int:
-    """Return for how long that rank has trained, in ns. Raises OSError where it does not train."""
-    return max(time.time_ns() - _word_of_rank(run).stat().st_mtime_ns, 0)
+    """Return for how long that rank has trained, in ns; 0: it does not train yet, or is none."""
+    word = _word_of_rank(run)
+    return max(time.time_ns() - word.at_ns, 0) if word is not None else 0
 
 
-def _word_of_rank(run: Path) -> Path:
+def _word_of_rank(run: Path) -> Word | None:
     from multiprocessing.process import parent_process
 
     rank = parent_process()
-    return _host(run) / f"rank-{rank.pid if rank else 0}"
+    words = [word for word in words_here(run) if rank is not None and word.pid == rank.pid]
+    return words[-1] if words else None

@@ -20,11 +20,12 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Protocol, runtime_checkable
 
+from dlprof import run_folder
 from dlprof.plain import tell, words_of
 from dlprof.record.device.gpu import RankDevice
 from dlprof.record.failures import Still
 from dlprof.record.loaders import FetchWatcher, worker_info
-from dlprof.record.log import file_of
+from dlprof.record.log import Log, Part, file_of
 from dlprof.record.model.ranges import Ranges
 from dlprof.record.ranks import find_rank, is_alone, is_child, make_folder
 from dlprof.record.signals import Ending
@@ -92,6 +93,7 @@ class Recorder:
         self.rank = 0
         self.restart = 0
         self.alone = False  # nothing made this process one of several ranks when it began to train
+        self._records: Log | None = None  # what the collectors write line by line
         self.warnings: list[str] = []
         self.ended: str | None = None
         self.cores: frozenset[int] | None = None  # that the process could use when it started
@@ -131,6 +133,20 @@ class Recorder:
                 self.warn(f"{getattr(make, '__name__', make)} is off: {words_of(e)}")
 
     # -- what collectors use
+
+    def log(self, name: str, lines: str = "") -> Part:
+        """Begin a log of this rank, with these lines. Raises OSError where it cannot be written."""
+        log = self._part(name)
+        log.begin(lines)
+        return log
+
+    def keep(self, name: str, text: str) -> None:
+        """Append an object of JSON; the last of its name counts. Raises OSError where it cannot be written."""
+        self._part(name).write(text + "\n")
+
+    def _part(self, name: str) -> Part:
+        self._records = self._records or Log(self.folder / run_folder.RECORDS)
+        return Part(self._records, name)
 
     def warn(self, text: str) -> None:
         """Say something once on stderr and keep it for the report."""
@@ -278,6 +294,8 @@ class Recorder:
             # Backwards: facts close the list, since they describe how the others ended.
             for collector in reversed(self._collectors):
                 self._guard(collector, collector.stop)
+        if self._records is not None:
+            self._records.close()
         self.stopping = (0, 0)
         self.has_stopped.set()
         if self._ending is not None:

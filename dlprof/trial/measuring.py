@@ -147,7 +147,6 @@ def _mean_from(steps: Steps, first: int) -> float:
 
 # Losses.
 
-_LOSSES = "losses.jsonl"
 LEAST_LOSSES, MOST_LOSSES = 8, 100  # losses of a rank: that both runs must have, and that are compared
 
 # Of two pairs of runs that differ by the seed alone, one is no more than so many times as far apart as the other.
@@ -163,11 +162,11 @@ Compared = Literal["", "equal", "within", "differ"]
 def losses_of(run: Path) -> Losses:
     """Return the losses of a run folder by rank and step; what cannot be read is left out."""
     found: dict[tuple[str, int], float] = {}
-    for path in run_folder.of_ranks(run_folder.in_ranks(run), _LOSSES):
-        for n, line in enumerate(path.read_bytes().splitlines()[:MOST_LOSSES]):
+    for rank in run_folder.in_ranks(run):
+        for n, line in enumerate(run_folder.lines_of(rank, "losses")[:MOST_LOSSES]):
             with suppress(ValueError, TypeError, KeyError):
                 loss = json.loads(line)["loss"]
-                found[path.parent.name, n] = math.nan if loss is None else float(loss)
+                found[rank.name, n] = math.nan if loss is None else float(loss)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -84,8 +83,7 @@ def test_ranks_have_the_same_steps_whoever_fetches(kind: str, tmp_path: Path) ->
             waited = [row["fetch_ns"] for row in rows(rank) if row["kind"] == "train" and not row["first"]]
             assert min(waited) > 8_000_000
             # Each of the batches that rank 0 asks for is told of, 16 to train on and 8 more an epoch.
-            log = rank / "loading.jsonl"
-            batches = [row for row in map(json.loads, log.open()) if row["kind"] in ("first", "batch")]
+            batches = [row for row in rows(rank, "loading") if row["kind"] in ("first", "batch")]
             assert len(batches) == (0 if number else 48)
             assert all(row["dur_ns"] > 8_000_000 for row in batches)
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.live.follow import FEW, Follower, Now, find
+from dlprof.live.follow import FEW, Follower, Now, find, machine
 from dlprof.record.launch.process import started
 from tests.fixtures.followed import MS, begin, lines, rank, step, steps
+from tests.fixtures.sampling import leave_word
 
 
 def now(run: Path) -> Now:
@@ -254,7 +255,32 @@ def test_a_run_whose_ranks_have_ended_does_not_stand_still(
     pid = pid or os.getpid()
     run = begin(tmp_path / "a")
     rank(run, 0, steps(5, ago_s=30.0))
-    there = run / "hosts" / (host or os.uname().nodename)
-    there.mkdir(parents=True)
-    (there / f"rank-{pid}").write_text(f"00000 1 {started(pid) or 12345}")
+    leave_word(run, "00000", pid, host=host, since=started(pid) or 12345)
     assert now(run).state == state
+
+
+def test_a_rank_whose_logs_share_a_file_is_followed_by_its_steps_alone(tmp_path: Path) -> None:
+    run = begin(tmp_path / "a")
+    log = rank(run, 0, steps(9), {"host": "n1"})
+    together = [f'{{"log":"steps",{line[1:]}' for line in log.read_text().splitlines()]
+    path, host = log.with_name("records.jsonl"), run / "hosts" / "n1"
+    host.mkdir(parents=True)
+    stall = '{"log":"stalls","kind":"checkpoint","start_ns":1,"dur_ns":2,"step":0}'
+    memory = '{"log":"memory","at_ns":1,"allocated_bytes":9}'
+    # What was written last is longer than all that is read of the end at first.
+    last = '{"log":"sources","files":"' + "x" * (1 << 20) + '"}'
+    path.write_text("\n".join(['{"log":"steps"}', *together, stall, memory, last, '{"log":"steps"', ""]))
+    (host / "samples.jsonl").write_text(
+        '{"log":"boot","boot":"1"}\n{"log":"host","cpu_share":0.5}\n{"log":"gpu","rank":"00000","busy_share":0.25}\n'
+        '{"log":"gpu","rank":"00001","busy_share":0.75}\n'
+    )
+    log.unlink()
+    follower = Follower(run, most=1)
+    follower.read()
+    (one,) = follower.ranks
+    assert (one.step, one.broken + one.log.broken) == (8, 0)
+    assert machine(one)["gpu_busy_share"] == 0.25
+    found = now(run)
+    assert [stall["kind"] for stall in found.stalls] == ["checkpoint"]
+    assert [of_host["cpu_share"] for of_host in found.hosts] == [0.5]
+    assert machine(one)["allocated_bytes"] is None  # it stands before the end of the file that is looked at

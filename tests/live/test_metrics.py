@@ -26,6 +26,7 @@ from dlprof.record.launch.options import metrics
 from tests.fixtures.followed import MS, begin, lines, rank, step, steps
 from tests.fixtures.jobs import environment, free_port, is_running, rows, spawned, tiny, until, wrapped
 from tests.fixtures.places import ROOT
+from tests.fixtures.sampling import leave_word
 
 PHASES = ("fetch", "lead", "forward", "backward", "optimizer")
 JOB = """
@@ -85,7 +86,7 @@ def test_what_is_served_of_a_running_job_is_its_step_log(tmp_path: Path) -> None
         assert job.stdin is not None
         assert job.stdout.readline() == "trained\n"
         log = run / "ranks" / "00000"
-        assert until(lambda: (log / "steps.jsonl").exists() and len(rows(log)) >= 24)
+        assert until(lambda: len(rows(log)) >= 24)
         assert until(lambda: asked(port))
         assert until(lambda: asked(port).get(("dlprof_steps_total", "validation", ""), 0) >= 8)
         found, wanted = asked(port), by_hand(rows(log))
@@ -120,9 +121,7 @@ def test_a_port_in_use_is_one_line_and_the_job_goes_on(tmp_path: Path) -> None:
 def here(run: Path, number: int, log: list[dict[str, Any]], life: str = "") -> None:
     """Make the folder of a rank of this host."""
     folder = rank(run, number, log, life=life).parent
-    host = run / "hosts" / os.uname().nodename
-    host.mkdir(parents=True, exist_ok=True)
-    (host / f"rank-{number}{len(life)}").write_text(f"{folder.relative_to(run / 'ranks').as_posix()} 1 1")
+    leave_word(run, folder.relative_to(run / "ranks").as_posix(), 10 * number + len(life), since=1)
 
 
 @contextmanager

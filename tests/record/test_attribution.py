@@ -127,4 +127,4 @@ def test_warnings_of_a_script_are_the_same_recorded(settings: str, tmp_path: Pat
     options = ("--window", "1,0,1", "--allow-numerics", *sets(*settings.split()))
     recorded = launch(wrapped(tmp_path / "run", command, *options), tmp_path).stderr
     assert [line for line in recorded.splitlines() if not line.startswith("dlprof: ")] == plain.splitlines()
-    assert (tmp_path / "run/ranks/00000/steps.jsonl").exists()
+    assert (tmp_path / "run/ranks/00000/records.jsonl").exists()

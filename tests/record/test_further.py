@@ -18,10 +18,10 @@ from dlprof.cli import cli
 from dlprof.files import write
 from dlprof.read.run import TRACE, open_run
 from dlprof.record.further import Lengths
-from dlprof.record.launch.process import started
 from tests.fixtures import runs
 from tests.fixtures.in_process import run_recorded
 from tests.fixtures.jobs import TORCHRUN, environment, facts, rows, spawned, until, wrapped
+from tests.fixtures.sampling import leave_word
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -251,7 +251,7 @@ def test_a_job_without_a_trace_can_be_asked(tmp_path: Path) -> None:
     assert window["last_step"] - window["first_step"] == 3
     (read,) = open_run(tmp_path / "run").ranks
     assert (read.files[TRACE].name, read.facts["window"]["number"]) == ("trace-2.json.gz", 2)
-    assert (rank / "modules.jsonl").exists()
+    assert rows(rank, "modules")
 
 
 @pytest.mark.long
@@ -303,17 +303,13 @@ def none_yet(run: Path) -> None:
 def gone(run: Path) -> None:
     """Leave what a job leaves that was killed."""
     runs.recorded(run, (None, [], {}), end_ns=None)
-    host = run / "hosts" / os.uname().nodename
-    host.mkdir(parents=True)
-    write(host / "rank-1", "00000 1 0")
+    leave_word(run, "00000", 1, since=0)
 
 
 def running(**told: Any) -> Callable[[Path], None]:
     def make(run: Path) -> None:
         runs.recorded(run, (None, [], told), end_ns=None)
-        host = run / "hosts" / os.uname().nodename
-        host.mkdir(parents=True)
-        write(host / f"rank-{os.getpid()}", f"00000 1 {started(os.getpid())}")
+        leave_word(run, "00000", os.getpid())
 
     return make
 

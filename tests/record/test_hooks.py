@@ -119,7 +119,7 @@ def test_uninstalling_leaves_pytorch_and_the_process_as_they_were(tmp_path: Path
         rank = tmp_path / f"run-{n}/ranks/00000"
         assert [row["optimizer_steps"] for row in rows(rank)] == [1] * 8 + [0]
         assert (facts(rank)["ended"], facts(rank)["window"]["state"]) == ("exit", "exported")
-        loading = [json.loads(line)["kind"] for line in (rank / "loading.jsonl").read_text().splitlines()]
+        loading = [row["kind"] for row in rows(rank, "loading")]
         assert (loading.count("first"), loading.count("batch")) == (1, 7)
         # The worker of the epoch after the end wrote nothing.
         fetches = [json.loads(line) for line in (rank / "fetches.jsonl").read_text().splitlines()]

@@ -44,7 +44,7 @@ TWICE = """
         train(next(held))
         with dlprof.record("inner") as inner:
             train(next(held))
-        while not list(run.path.glob("hosts/*/host.jsonl")):
+        while not list(run.path.glob("hosts/*/samples.jsonl")):
             time.sleep(0.05)
     assert state() == before
     print(run.path)
@@ -86,10 +86,10 @@ def test_two_blocks_of_a_process_are_two_runs_and_leave_it_as_it_was(tmp_path: P
     assert sum(row["optimizer_steps"] for row in rows(rank)) == 1
     assert facts(rank)["window"]["state"] == "off"
     # The iterator was made before both blocks, and says how its loader is set up.
-    assert {r["loader"] for r in lines(rank / "loading.jsonl") if r["kind"] != "usage"} == {0}
+    assert {r["loader"] for r in rows(rank, "loading") if r["kind"] != "usage"} == {0}
     assert [(one["batch_size"], one["num_workers"]) for one in facts(rank)["loaders"]] == [(8, 0)]
     assert json.loads((tmp_path / "second/run.json").read_text())["exit"]["code"] == 1
-    assert not list((tmp_path / "second").glob("hosts/*/host.jsonl"))
+    assert not list((tmp_path / "second").glob("hosts/*/samples.jsonl"))
 
 
 BEGUN = """
@@ -179,7 +179,7 @@ def test_settings_of_a_block_hold_in_it_alone_and_a_forks_child_ends_no_recordin
     info = json.loads((tmp_path / "run/run.json").read_text())
     assert info["options"]["set"] == {"loader.num_workers": 1, "optimizer.foreach": False, "ddp.static_graph": True}
     assert (info["warnings"], info["exit"]["code"]) == ([never], 0)
-    applied = json.loads((tmp_path / "run/ranks/00000/overrides.json").read_text())
+    applied = rows(tmp_path / "run/ranks/00000", "overrides")[-1]
     assert applied["loader.num_workers"]["places"] == [["train.py", 30, "<module>"]]
     assert sum(row["optimizer_steps"] for row in rows(tmp_path / "run/ranks/00000")) == 16
 
@@ -210,7 +210,7 @@ def test_lines_are_counted_in_each_block_alone_and_what_compiled_before_is_no_st
     assert run_plainly(tiny(tmp_path, body)).stderr.count("dlprof:") == 1  # nothing was recorded of the first
     for path in ("first", "second"):
         rank = tmp_path / path / "ranks/00000"
-        assert not [row for row in lines(rank / "stalls.jsonl") if row["kind"] == "compilation"]
+        assert not [row for row in rows(rank, "stalls") if row["kind"] == "compilation"]
         counted = [hits for row in lines(rank / "lines.jsonl") for _, hits, _ in row["lines"]]
         assert sorted(counted) == [8, 8, 9]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import pytest
 
 from dlprof.record import ranks
 from dlprof.record.launch.process import started
+from tests.fixtures.sampling import leave_word
 
 VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
@@ -48,17 +48,13 @@ def test_a_worker_finds_the_folder_that_its_rank_has_left_word_of(
 ) -> None:
     monkeypatch.setattr("multiprocessing.process.parent_process", lambda: SimpleNamespace(pid=17))
     assert ranks.folder_of_rank(tmp_path) is None
-    with pytest.raises(OSError, match="rank-17"):
-        ranks.age_of_rank(tmp_path)
-    word = tmp_path / "hosts" / os.uname().nodename / "rank-17"
-    word.parent.mkdir(parents=True)
-    word.write_text("00003.r1 4711 12345")
-    assert ranks.folder_of_rank(tmp_path) == tmp_path / "ranks/00003.r1"
-    hour = time.time() - 3600
-    os.utime(word, (hour, hour))
-    assert 3_600_000_000_000 <= ranks.age_of_rank(tmp_path) < 3_700_000_000_000
-    os.utime(word, (hour + 7200, hour + 7200))  # the clock was set back
     assert ranks.age_of_rank(tmp_path) == 0
+    leave_word(tmp_path, "00003.r1", 17, since=12345, ago_s=3600)
+    assert ranks.folder_of_rank(tmp_path) == tmp_path / "ranks/00003.r1"
+    assert 3_600_000_000_000 <= ranks.age_of_rank(tmp_path) < 3_700_000_000_000
+    leave_word(tmp_path, "00003.r2", 17, since=12345, ago_s=-3600)  # the clock was set back
+    assert ranks.age_of_rank(tmp_path) == 0
+    assert ranks.folder_of_rank(tmp_path) == tmp_path / "ranks/00003.r2"  # the last word of a process counts
     monkeypatch.setattr("multiprocessing.process.parent_process", lambda: None)
     assert ranks.folder_of_rank(tmp_path) is None  # nobody started it as a worker
 
@@ -105,8 +101,7 @@ def test_without_a_launcher_the_first_rank_on_a_host_is_told_by_what_ranks_said(
 def word(run: Path, host: str, pid: int, name: str, since: int | None) -> None:
     """Leave the word of a process that has a folder."""
     (run / "ranks" / name).mkdir(parents=True)
-    (run / "hosts" / host).mkdir(parents=True, exist_ok=True)
-    (run / "hosts" / host / f"rank-{pid}").write_text(f"{name} 4711 {since}")
+    leave_word(run, name, pid, host=host, since=since)
 
 
 def test_processes_that_train_at_the_same_time_are_numbered(tmp_path: Path) -> None:
@@ -114,7 +109,7 @@ def test_processes_that_train_at_the_same_time_are_numbered(tmp_path: Path) -> N
     word(tmp_path, os.uname().nodename, parent, "00000", started(parent))
     folder, number, taken = ranks.make_folder(tmp_path, 0, 0, alone=True)
     assert (folder, number, taken) == (tmp_path / "ranks/00001", 1, None)
-    assert (tmp_path / "hosts" / os.uname().nodename / f"rank-{os.getpid()}").read_text().startswith("00001 ")
+    assert [said.folder for said in ranks.words_here(tmp_path) if said.pid == os.getpid()] == ["00001"]
     # The same process again, as after os.exec: it is no other that trains beside it.
     assert ranks.make_folder(tmp_path, 0, 0, alone=True)[1:] == (1, tmp_path / "ranks/00001")
 

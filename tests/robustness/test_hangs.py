@@ -154,7 +154,7 @@ def test_ranks_at_work_have_more_time(
     command[place:place] = ["--hang", "off", "--no-trace", "--no-sample"]
     env = environment(PLANTED_STORE=str(tmp_path / "store"))
     with spawned(command, env=env, cwd=tmp_path) as job:
-        assert until(lambda: len(list(run.glob("ranks/*/steps.jsonl"))) == 2)
+        assert until(lambda: len(list(run.glob("ranks/*/records.jsonl"))) == 2)
         watch = watching.Watch("auto", run, env)
         watch.start()
         try:

@@ -23,7 +23,8 @@ from dlprof.commands.report import write_report
 from dlprof.read.kineto import torch_trace
 from dlprof.read.logs import read_steps
 from dlprof.read.run import open_run
-from tests.fixtures.jobs import DLPROF, environment, facts, free_port
+from dlprof.run_folder import log_of
+from tests.fixtures.jobs import DLPROF, environment, facts, free_port, noted, sampled
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -66,7 +67,7 @@ while goes_on:
     time.sleep(0.01)
     n += 1
     if n % 30 == 0:
-        waits = len(list(run.glob("hosts/*/host.jsonl"))) < 2 and time.monotonic() < until
+        waits = len(list(run.glob("hosts/*/samples.jsonl"))) < 2 and time.monotonic() < until
         goes_on = torch.ones(1) * waits
         dist.broadcast(goes_on, 0)
 del model  # before its group: PyTorch and gloo may wait for each other else
@@ -120,18 +121,18 @@ def test_a_job_of_two_hosts_is_one_run(tmp_path: Path) -> None:
     assert clocks[1] - clocks[0] == pytest.approx((HOSTS["beta"] - HOSTS["alpha"]) * 10**9, abs=10**9)
     ranks = [run / f"ranks/{rank:05d}" for rank in range(2)]
     # Each step ends after an exchange that neither rank can have left before the other came to it.
-    lines = [read_steps(rank / "steps.jsonl").tables["steps"] for rank in ranks]
+    lines = [read_steps(*log_of(rank, "steps")).tables["steps"] for rank in ranks]
     assert overlap(*lines) >= 30
     exchanges = [torch_trace.read(rank / "trace.json.gz").tables["spans"] for rank in ranks]
     assert overlap(*(table[table["name"] == "gloo:all_reduce"] for table in exchanges)) == 5
     # One sampler a host, and what it read is the host's own.
     assert sorted(path.name for path in (run / "hosts").iterdir()) == sorted(HOSTS)
     for name, rank in zip(HOSTS, told, strict=True):
-        readings = [json.loads(line) for line in (run / "hosts" / name / "host.jsonl").read_text().splitlines()]
+        readings = sampled(run / "hosts" / name, "host")
         assert readings
         apart = rank["clock"]["perf_ns"] - rank["clock"]["unix_ns"]
         assert all(abs(reading["perf_ns"] - reading["at_ns"] - apart) < 10**9 for reading in readings)
-        assert not (run / "hosts" / name / "warnings.txt").exists()
+        assert not noted(run / "hosts" / name, "warning")
     opened = open_run(run)
     assert opened.hosts == tuple(HOSTS)
     assert opened.warnings == ()

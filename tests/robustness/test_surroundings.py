@@ -22,6 +22,7 @@ from dlprof.analysis.step.whole_job import whole_job
 from dlprof.analysis.timeline.steps import step_series
 from dlprof.read.logs import read_steps
 from dlprof.read.run import open_run
+from dlprof.run_folder import log_of
 from tests.fixtures import runs
 from tests.fixtures.jobs import (
     COMPILES_NOTHING,
@@ -33,6 +34,7 @@ from tests.fixtures.jobs import (
     launch,
     record,
     rows,
+    sampled,
     tiny,
     wrapped,
 )
@@ -189,7 +191,7 @@ def test_two_processes_without_a_group_are_two_ranks(tmp_path: Path) -> None:
     frame = run.frame(core_waits)
     assert frame["threads"].to_list() == [1, 1]
     assert frame[["waited", "pool_waited"]].notna().all(axis=None)
-    host = json.loads(next((tmp_path / "run/hosts").glob("*/host.jsonl")).read_text().splitlines()[-1])
+    host = sampled(next((tmp_path / "run/hosts").iterdir()), "host")[-1]
     assert host["job_cpu_s"] > 0
 
 
@@ -256,7 +258,7 @@ def test_memory_stays_flat_and_files_small_and_no_step_is_lost(tmp_path: Path) -
     rank = tmp_path / "run/ranks/00000"
     assert facts(rank)["warnings"] == []
     lines = rows(rank)
-    table = read_steps(rank / "steps.jsonl").tables["steps"]
+    table = read_steps(*log_of(rank, "steps")).tables["steps"]
     assert len(lines) < 11_500
     assert table["step"].to_list() == list(range(len(table)))
     assert table["optimizer_steps"].sum() == 20000

@@ -1,4 +1,4 @@
-"""Where the program of two runs differs, by the copies of the script's own files in their recordings (sources.json).
+"""Where the program of two runs differs, by the copies of the script's own files in their recordings.
 
 Apart from comparison.py, as a report may know a comparison, and no recording.
 """
@@ -6,11 +6,14 @@ Apart from comparison.py, as a report may know a comparison, and no recording.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from difflib import SequenceMatcher
 from pathlib import Path
 
+from dlprof import run_folder
 from dlprof.analysis.compare.comparison import differing
 from dlprof.read.opening import Inside, read_object
+from dlprof.read.records import NotThereError
 from dlprof.result import Result
 from dlprof.units import few
 
@@ -41,8 +44,12 @@ def changed(a: Result, b: Result, a_path: Path, b_path: Path) -> tuple[str, ...]
 def _kept(path: Path) -> dict[str, str]:
     """Return the text of each file that rank 0 of a run keeps; of a result.json, those of the run that it lies in."""
     inside = Inside(path if path.is_dir() else path.parent)
-    files = [file for file in sorted(inside.root.glob("ranks/00000*/sources.json")) if inside.holds(file)]
-    held = read_object(files[-1]).get("files") if files else None
+    logs = [run_folder.log_of(rank, "sources") for rank in sorted(inside.root.glob("ranks/00000*"))]
+    held = None
+    for path, begins in reversed([log for log in logs if inside.holds(log[0])]):
+        with suppress(NotThereError):
+            held = read_object(path, begins).get("files")
+            break
     texts = (
         {str(name): of.get("text") for name, of in held.items() if isinstance(of, dict)}
         if isinstance(held, dict)

@@ -157,7 +157,7 @@ def _measure(rank: Rank, todo: Sequence[Measure[Any]], also: Also | None, store:
     host = socket.gethostname()
     if code() != by:
         raise DlprofError(f"the worker on {host} {_UNLIKE}")
-    for path in rank.files.values():
+    for path in rank.paths:
         if not path.exists():
             raise DlprofError(f"the worker on {host} does not see {path}")
     return measure_rank(rank, todo, also, store)

@@ -21,6 +21,7 @@ from dlprof.analysis.engine.needs import Fact, Maybe, Measure, MeasureFailed, Ne
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.formats import Format, format_named
 from dlprof.read.limits import MOST_LANES, MOST_RANKS, limit
+from dlprof.read.records import NotThereError
 from dlprof.read.run import TRACE, Rank, Run
 from dlprof.read.sources import SOURCES, Source
 
@@ -150,12 +151,18 @@ class RankData:
         for name in foreign:
             self._missing.update(format_named(name).lacks)
         for name in [*(name for name in _OURS if name in rank.files), *foreign]:
-            self._take(name, rank.files[name], rank.pieces.get(name, ""))
+            self._take(name, rank.files[name], rank.pieces.get(name, ""), rank.begins.get(name))
 
-    def _take(self, name: str, path: Path, piece: str) -> None:
+    def _take(self, name: str, path: Path, piece: str, begins: str | None) -> None:
         source: Source | Format = _OURS[name] if name in _OURS and not piece else format_named(name)
         try:
-            reading = source.read(path) if isinstance(source, Source) else source.tables_of(path, piece)
+            if isinstance(source, Source):
+                reading = source.read(path, begins=begins) if begins else source.read(path)
+            else:
+                reading = source.tables_of(path, piece)
+        except NotThereError:
+            self._missing.update(dict.fromkeys(source.tables, _OURS[name].absent))
+            return
         except DlprofError as e:
             why = str(e)
         except Exception as e:  # noqa: BLE001 - a bug of dlprof; it costs only this file

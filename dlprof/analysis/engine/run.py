@@ -78,7 +78,7 @@ def measure_rank(
 
 def lost(rank: Rank, todo: Sequence[Measure[Any]]) -> RankAnswer:
     """Return the answer of a rank that killed the process which read it."""
-    why = f"reading {', '.join(map(str, rank.files.values()))} killed its process (out of memory?)"
+    why = f"reading {', '.join(map(str, rank.paths))} killed its process (out of memory?)"
     return RankAnswer({m.name: Failure(why) for m in todo}, rank.facts, {}, (why,))
 
 
@@ -203,7 +203,7 @@ def _read(
 
 def so_far(run: Run, known: Collection[int] = ()) -> Callable[[Collection[int]], Done]:
     """Return a function from the ranks that are done to the progress; `known`: those that need not be read."""
-    sizes = {r.index: [p.stat().st_size for p in r.files.values() if p.exists()] for r in run.ranks}
+    sizes = {r.index: [p.stat().st_size for p in r.paths if p.exists()] for r in run.ranks}
     whole = (sum(len(of) for of in sizes.values()), sum(sum(of) for of in sizes.values()))
     before = (len(known), sum(sum(sizes[r]) for r in known))
 

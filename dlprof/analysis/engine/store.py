@@ -103,7 +103,7 @@ class Store:
     def stamp(self, rank: Rank) -> str:
         """Identify what an answer is made from: the rank's files, its facts, and how much of them is read."""
         files = [
-            (name, os.path.relpath(one, self.root), *_state(one), rank.pieces.get(name, ""))
+            (name, os.path.relpath(one, self.root), *_state(one), rank.pieces.get(name, ""), rank.begins.get(name, ""))
             for name, path in sorted(rank.files.items())
             for one in _all_of(name, path)
         ]

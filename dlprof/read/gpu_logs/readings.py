@@ -1,6 +1,7 @@
 """What the readers of GPU logs share: numbers with units, times of every kind, and the table that they end in.
 
-Also reads a sampler's log of dlprof (gpu.jsonl, host.jsonl, processes.jsonl) outside its run.
+Also reads what dlprof sampled outside its run: samples.jsonl of a host, of an older one gpu.jsonl, host.jsonl or
+processes.jsonl.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dlprof import run_folder
 from dlprof.errors import DlprofError
 from dlprof.read.formats import Format, beginning
 from dlprof.read.limits import MOST_LINE, MOST_ROWS, limit, too_many
@@ -184,14 +186,17 @@ class Readings:
         )
 
 
-# A line of a sampler begins with its clock; what else is in it says which sampler it is.
+# A host's samples; those of its ranks in the same file are read with their run.
+_HOSTS = run_folder.begins("boot").encode()
+
+# A line of a sampler of an older run begins with its clock; what else is in it says which sampler it is.
 _LINE = re.compile(rb'\s*\{\s*"at_ns"\s*:\s*\d{15,19}\s*,[^\n]*"(busy_share|power_w|core_percent|rss_bytes)"')
 _SOURCES = {b"busy_share": "gpu", b"power_w": "gpu", b"core_percent": "host", b"rss_bytes": "processes"}
 
 
 def begins(head: bytes) -> bool:
     """Return whether a file begins with a line of such a log."""
-    return _LINE.match(head) is not None
+    return head.startswith(_HOSTS) or _LINE.match(head) is not None
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
@@ -199,9 +204,10 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     from dlprof.read.logs import samples
 
     with open_file(path) as file:
-        found = _LINE.match(file.read(1 << 16))
-    source = _SOURCES[found[1]] if found else "gpu"
-    reading = samples(path, source)
+        head = file.read(1 << 16)
+    found = _LINE.match(head)
+    source = "host" if head.startswith(_HOSTS) else _SOURCES[found[1]] if found else "gpu"
+    reading = samples(path, source, run_folder.begins(source) if head.startswith(_HOSTS) else "")
     facts = {f"log {path.name}": {"sources": [source], "times": ZONE}}
     return Reading(reading.tables, facts, reading.warnings)
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlprof.files import write
 from dlprof.plain import words_of
 from dlprof.record import guarded
 from dlprof.record.attribution import passing
@@ -53,7 +52,7 @@ class _Open(threading.local):
 
 
 class Compiled:
-    """Writes compiled.jsonl: keys as in the table `compiled`."""
+    """Writes the log `compiled`: keys as in the table `compiled`."""
 
     name = "compiled"
 
@@ -95,7 +94,7 @@ class Compiled:
             recorder.warn(f"which modules compiled kernels are of is not known: {self._error}")
         rows = [row for graph in graphs for row in _rows(graph, later, names)]
         if rows:
-            write(recorder.folder / "compiled.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            recorder.log("compiled", "".join(json.dumps(row) + "\n" for row in rows))
 
     # -- wrappers
 

@@ -1,4 +1,4 @@
-"""Counts a rank's memory in one step, tensor by tensor: held.json.
+"""Counts a rank's memory in one step, tensor by tensor.
 
 Parameters, buffers and optimizer state are counted when the step has ended, gradients after each backward pass, and
 activations before it (tensors.py). The chosen step is one whose time is not used anyway: that in
@@ -45,7 +45,7 @@ _WAITING = "waiting"
 
 
 class Held:
-    """Writes held.json: rows of the table `held`, and how they were counted."""
+    """Writes the log `held`: rows of the table `held`, and how they were counted."""
 
     name = "what memory holds"
     _recorder: Recorder
@@ -118,7 +118,7 @@ class Held:
         if self._before is not None and counted["process"]["anonymous_bytes"] is not None:
             counted["process"]["before_bytes"] = self._before
         counted["cost_ns"] = look.cost_ns + perf_counter_ns() - began
-        files.write(self._recorder.folder / "held.json", files.compact(counted))
+        self._recorder.keep("held", files.compact(counted))
 
 
 class _Look:
@@ -280,7 +280,7 @@ class _Look:
             self._most_anonymous = max(now, self._most_anonymous or 0)
 
     def counted(self) -> dict[str, Any]:
-        """Return the contents of held.json for the step that has just ended."""
+        """Return what the log `held` says of the step that has just ended."""
         if not self._graphs:
             self._why = "no backward pass was seen: CUDA graphs, and functions that are compiled whole, show none"
         rows = Storages()

@@ -1,8 +1,8 @@
 """Records how batches reach the training thread: its waits for loaders, and the work of each worker for a batch.
 
-The rank writes loading.jsonl: the wait for every batch, the cost of the fetch if the training thread fetches itself,
-starts and ends of epochs, and the CPU time of the process. Workers write fetches.jsonl, with rows of the same table. A
-worker starts before its rank knows its folder, so it keeps its lines until the rank has announced the folder.
+The rank writes the log `loading`: the wait for every batch, the cost of the fetch if the training thread fetches
+itself, starts and ends of epochs, and the CPU time of the process. Workers write fetches.jsonl, with rows of the same
+table. A worker starts before its rank knows its folder, so it keeps its lines until the rank has announced the folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dlprof.record.attribution import passing
 from dlprof.record.device.cpu import KernelCounters, used_between
 from dlprof.record.hooks import Patch, at_uninstall, hidden, put, watch_method
 from dlprof.record.loaders import UNSEEN, UNWATCHED, BatchSize, Digest, Pass, SampleDigests, adopt, worker_info
-from dlprof.record.log import WRITE_EVERY_NS, BudgetLog, Row
+from dlprof.record.log import WRITE_EVERY_NS, BudgetLog, Log, Row
 from dlprof.record.ranks import age_of_rank, folder_of_rank
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step
@@ -46,13 +46,13 @@ _UNLIKE_OURS = (AttributeError, LookupError, NotImplementedError, OSError, TypeE
 
 
 class Loader:
-    """Writes loading.jsonl, with the units of the table `loading`."""
+    """Writes the log `loading`, with the units of the table `loading`."""
 
     name = "loader"
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
-        self._loading = BudgetLog("loading.jsonl", _loading_line, keys=2, sums=6)
+        self._loading = BudgetLog(_loading_line, keys=2, sums=6)
         self._counters: KernelCounters | None = None
         self._pins: KernelCounters | None = None  # of the pinning thread of the newest loader pass
         self._usage = (0, 0, 0, 0, -1)  # when usage was last written; CPU times of this process and of that thread
@@ -68,9 +68,9 @@ class Loader:
         at_uninstall(self._fetches.stop)  # if nothing has trained, stop() is never called
 
     def start(self, recorder: Recorder) -> None:
-        """Open the files; the recorder passes on the batches that this process fetches itself."""
+        """Begin the log; the recorder passes on the batches that this process fetches itself."""
         self._recorder = recorder
-        self._loading.open(recorder.folder)
+        self._loading.open(recorder.log("loading"))
         self._fetches.start()
         self._counters = self._counters or KernelCounters(whole_process=False)
         self._usage = (perf_counter_ns(), *self._counters.cores(), -1)
@@ -88,7 +88,7 @@ class Loader:
         finally:
             self._recorder = None
             self._fetches.stop()
-            self._loading.close()
+            self._loading.forget()
             for counters in filter(None, (self._counters, self._pins)):
                 counters.close()
 
@@ -242,7 +242,7 @@ class Fetches:
     """Times the fetch of each batch. In a loader's worker it wraps PyTorch's fetchers and writes fetches.jsonl."""
 
     def __init__(self) -> None:
-        self.log = BudgetLog("fetches.jsonl", _fetch_line, keys=2, sums=3)
+        self.log = BudgetLog(_fetch_line, keys=2, sums=3)
         self.off = False
         self.busy = False  # this worker is fetching; loaders that its data set uses are not timed
         self.collate_ns = 0  # of the current batch
@@ -261,10 +261,10 @@ class Fetches:
         self._unwrap()
 
     def stop(self) -> None:
-        """Close the file; fetches are no longer timed."""
+        """Time no fetch any more."""
         self._unwrap()
         self.off = True
-        self.log.close()
+        self.log.forget()
 
     def forked(self) -> None:
         """Reset in a forked child, which may be a worker."""
@@ -401,7 +401,7 @@ class Fetches:
             if folder is None:
                 self.log.written_ns = now
                 return
-            self.log.open(folder, age_of_rank(run))
+            self.log.open(Log(folder / "fetches.jsonl"), age_of_rank(run))
         self.log.write(now, last=last)
 
     @guarded

@@ -27,7 +27,7 @@ from dlprof.record import guarded
 from dlprof.record.attribution import passing
 from dlprof.record.captured import capture_test, unseen
 from dlprof.record.hooks import hidden, put
-from dlprof.record.log import WRITE_EVERY_NS, Log
+from dlprof.record.log import WRITE_EVERY_NS, Part
 from dlprof.record.ranks import find_rank
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step
@@ -36,13 +36,13 @@ _MOST = 1_000_000  # losses that are written: 40 MB
 
 
 class Losses:
-    """Writes losses.jsonl: keys and units as in the table `losses`. A float in JSON has all of its bits."""
+    """Writes the log `losses`: keys and units as in the table `losses`. A float in JSON has all of its bits."""
 
     name = "losses"
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
-        self._log: Log | None = None
+        self._log: Part | None = None
         self._lines: list[str] = []
         self._left, self._written_ns = _MOST, 0
         # Of a gradient scaler: what it made, and of what.
@@ -58,7 +58,7 @@ class Losses:
         if not self._option:
             return
         self._recorder = recorder
-        self._log = Log(recorder.folder / "losses.jsonl")
+        self._log = recorder.log("losses")
         recorder.clock.losses = self
         if recorder.rank == 0:
             recorder.warn("the loss of each step is read (--losses): the host waits for the device in each")
@@ -94,9 +94,7 @@ class Losses:
         if recorder is not None:
             recorder.clock.losses = None
         self._write()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._log = None
 
     def fail(self, error: Exception) -> None:
         """Switch off because a hook failed."""
@@ -160,13 +158,13 @@ class _Scale:
 
 
 class LossScale:
-    """Writes loss_scale.jsonl: keys and units as in the table `loss_scale`."""
+    """Writes the log `loss_scale`: keys and units as in the table `loss_scale`."""
 
     name = "loss_scale"
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
-        self._log: Log | None = None
+        self._log: Part | None = None
         self._found: list[tuple[int, str, float | None, int, int, int]] = []
         self._scales: WeakKeyDictionary[Any, _Scale] = WeakKeyDictionary()
         self._lines = self._written_ns = 0
@@ -191,8 +189,6 @@ class LossScale:
             self._write()
         finally:
             self._disarm()
-            if self._log is not None:
-                self._log.close()
 
     def fail(self, error: Exception) -> None:
         """Switch off because a hook failed."""
@@ -369,7 +365,7 @@ class LossScale:
         if not found or self._recorder is None:
             return
         if self._log is None:
-            self._log = Log(self._recorder.folder / "loss_scale.jsonl")
+            self._log = self._recorder.log("loss_scale")
         counts = [1] * len(found)
         if self._lines > _MOST_LINES:
             last = {(row[1], row[3]): row for row in found}  # the last row of each kind and scaler

@@ -13,7 +13,7 @@ from typing import Any
 
 from dlprof.files import whole
 from dlprof.plain import words_of
-from dlprof.record.log import Log
+from dlprof.record.log import Part
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step
 
@@ -25,14 +25,14 @@ _HISTORY_ENTRIES = 100_000
 
 
 class Memory:
-    """Writes memory.jsonl: keys and units as in the table `memory`; with --memory also memory_snapshot.pickle."""
+    """Writes the log `memory`: keys and units as in the table `memory`; with --memory also memory_snapshot.pickle."""
 
     name = "memory"
     _recorder: Recorder
 
     def __init__(self) -> None:
         self._counters: Any = None  # function of a device's index
-        self._log: Log | None = None
+        self._log: Part | None = None
         self._read_ns = 0
         self._history = "wanted" if os.environ.get("DLPROF_MEMORY") == "on" else "off"
 
@@ -56,9 +56,7 @@ class Memory:
             self._read(now, done[-1].number)
 
     def stop(self) -> None:
-        """Close the file, and write the history to disk."""
-        if self._log is not None:
-            self._log.close()
+        """Write the history to disk."""
         if self._history == "on":
             self._history = "off"
             self._dump()
@@ -87,7 +85,7 @@ class Memory:
             "device_allocs": counters.get("num_device_alloc"),
             "device_frees": counters.get("num_device_free"),
         }
-        self._log = self._log or Log(self._recorder.folder / "memory.jsonl")
+        self._log = self._log or self._recorder.log("memory")
         self._log.write(json.dumps(row, separators=(",", ":")) + "\n")
 
     def _begin_history(self) -> None:

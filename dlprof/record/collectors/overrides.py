@@ -1,4 +1,4 @@
-"""Applies the overrides of `--set`, and writes to overrides.json what each of them did."""
+"""Applies the overrides of `--set`, and writes to the log `overrides` what each of them did."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from dlprof.files import write
 from dlprof.overrides import Value
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step
@@ -25,7 +24,7 @@ _Part = Callable[[Mapping[str, Value], "Effects"], None]
 
 
 class Overrides:
-    """Writes overrides.json: for each override its value, how often and where it took effect, and the value before."""
+    """Writes the log `overrides`: of each its value, how often and where it took effect, and the value before."""
 
     name = "overrides"
 
@@ -87,5 +86,5 @@ class Overrides:
         assert self._recorder is not None
         assert self._effects is not None
         self._switches.see_environment(self._values, self._before, self._effects)
-        write(self._recorder.folder / "overrides.json", json.dumps(self._effects.written()))
+        self._recorder.keep("overrides", json.dumps(self._effects.written()))
         self._due_ns, self._pause_ns = now_ns + self._pause_ns, self._pause_ns * 2

@@ -20,7 +20,7 @@ from dlprof.record import guarded
 from dlprof.record.attribution import passed, passing
 from dlprof.record.device.gpu import Events
 from dlprof.record.hooks import put
-from dlprof.record.log import WRITE_EVERY_NS, Log
+from dlprof.record.log import WRITE_EVERY_NS, Part
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step
 
@@ -56,14 +56,14 @@ class _Call:
 
 
 class Pipeline:
-    """Writes chunks.jsonl: keys and units as in the table `chunks`. A job without a pipeline leaves no file."""
+    """Writes the log `chunks`: keys and units as in that table. A job without a pipeline has no such log."""
 
     name = "pipeline"
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None  # None before the start and after the end
         self._thread = 0
-        self._log: Log | None = None
+        self._log: Part | None = None
         self._lines: list[str] = []
         self._written_ns = 0
         self._wrapped = False
@@ -96,8 +96,6 @@ class Pipeline:
             self._write(0)
         finally:
             self._disarm()
-            if self._log is not None:
-                self._log.close()
 
     def _disarm(self) -> None:
         """Stop recording: the wrappers only pass calls on. A forked child calls this too."""
@@ -233,7 +231,7 @@ class Pipeline:
                 self._events = Events(index)
                 self._waiting.clear()  # their events are on another device
         if self._log is None:
-            self._log = Log(recorder.folder / "chunks.jsonl")
+            self._log = recorder.log("chunks")
 
     def _now(self) -> Any:
         """Return the host's time, or record an event on the device; None while a graph is captured."""

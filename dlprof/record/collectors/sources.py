@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlprof import redaction
-from dlprof.files import write
 from dlprof.record.calls import own_files, read_source
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step
@@ -21,7 +20,7 @@ _MOST_BYTES = 8 << 20
 
 
 class Sources:
-    """Writes sources.json, of rank 0: by file, its SHA-256 and its text as far as quoted lines are kept (redaction.py).
+    """Writes the log `sources`, of rank 0: of each file its SHA-256, and its text as far as redaction.py keeps it.
 
     A file is the script's own if it is neither Python's nor an installed package's, and lies below the folder of the
     script or the one that the job was started in.
@@ -61,7 +60,7 @@ class Sources:
             if data is not None
         }
         if files:
-            write(recorder.folder / "sources.json", json.dumps({"format": 1, "files": files}))
+            recorder.keep("sources", json.dumps({"format": 1, "files": files}))
 
     def _look(self, recorder: Recorder) -> None:
         is_own, here = own_files(), recorder.observed.calls.directory

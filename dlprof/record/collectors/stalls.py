@@ -18,7 +18,7 @@ from dlprof.plain import words_of
 from dlprof.record import guarded
 from dlprof.record.attribution import passing
 from dlprof.record.hooks import put
-from dlprof.record.log import WRITE_EVERY_NS, Log
+from dlprof.record.log import WRITE_EVERY_NS, Part
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import PHASES, Step
 
@@ -47,7 +47,7 @@ class _Stall:
 
 
 class Stalls:
-    """Writes stalls.jsonl: keys and units as in the table `stalls`.
+    """Writes the log `stalls`: keys and units as in the table `stalls`.
 
     Garbage collection stops every thread of the interpreter, so it counts on whichever thread it started. Saving counts
     on the training thread only. A save or a collection inside a save is part of the outermost save. So is renaming the
@@ -60,7 +60,7 @@ class Stalls:
     def __init__(self) -> None:
         self._recorder: Recorder | None = None  # None before the start and after the end
         self._thread = 0
-        self._log: Log | None = None
+        self._log: Part | None = None
         self._found: list[_Stall] = []
         self._written_ns = 0
         self._lines = 0
@@ -74,8 +74,8 @@ class Stalls:
         self._wrap_torch()
 
     def start(self, recorder: Recorder) -> None:
-        """Open the file, which stays empty if nothing stalls, and register with the garbage collector."""
-        self._log = Log(recorder.folder / "stalls.jsonl")
+        """Begin the log, which stays empty if nothing stalls, and register with the garbage collector."""
+        self._log = recorder.log("stalls")
         self._thread = get_ident()
         self._wrap_distributed()
         os.register_at_fork(after_in_child=self._disarm)
@@ -103,8 +103,6 @@ class Stalls:
             self._write()
         finally:
             self._disarm()
-            if self._log is not None:
-                self._log.close()
 
     def _disarm(self) -> None:
         """Stop recording: the wrappers only pass calls on. A forked child calls this too."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlprof.record.device.gpu import UNKNOWN, DeviceClock
-from dlprof.record.log import WRITE_EVERY_NS, Log
+from dlprof.record.log import WRITE_EVERY_NS, Part
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import Step, kind_of
 
@@ -35,13 +35,13 @@ _OUTSTANDING = ',"outstanding":1'
 
 
 class Steps:
-    """Writes steps.jsonl: keys and units as in the table `steps`."""
+    """Writes the log `steps`: keys and units as in the table `steps`."""
 
     name = "steps"
     _device: DeviceClock
 
     def __init__(self) -> None:
-        self._log: Log | None = None
+        self._log: Part | None = None
         self._lines: list[str] = []
         self._written_ns = 0
         self._offset_ns = 0
@@ -57,8 +57,8 @@ class Steps:
         self._saved = -1  # the number of the last step that was saved without its device time
 
     def start(self, recorder: Recorder) -> None:
-        """Open the file."""
-        self._log = Log(recorder.folder / "steps.jsonl")
+        """Begin the log."""
+        self._log = recorder.log("steps")
         self._offset_ns = recorder.unix(0)
         self._device = DeviceClock(recorder.clock, recorder.device, recorder.warn)
 
@@ -88,9 +88,7 @@ class Steps:
             self._drain(len(self._waiting))
             self._share()
             self._write()
-            if self._log is not None:
-                self._log.close()
-                self._log = None
+            self._log = None
 
     def _take(self, done: Sequence[Step]) -> None:
         """Add the steps that are new."""

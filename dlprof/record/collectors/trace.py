@@ -22,7 +22,6 @@ from threading import get_ident
 from typing import Any
 
 from dlprof import cupti
-from dlprof.files import write
 from dlprof.plain import words_of
 from dlprof.record import guarded
 from dlprof.record.attribution import passing
@@ -417,7 +416,7 @@ class Trace:
             took = ranges.measure() if ranges.count else None
             self.window["modules"] = {"ranges": ranges.count, "ns_each": took}
             rows = rows_of(alive(self._recorder.observed.models), ranges.flops, ranges.moved)
-            write(self._recorder.folder / "modules.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            self._recorder.log("modules", "".join(json.dumps(row) + "\n" for row in rows))
         except Exception as e:  # noqa: BLE001 - it calls the script's own classes
             self._recorder.warn(f"the model's modules are not known: {words_of(e)}")
 

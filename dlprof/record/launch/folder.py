@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from dlprof import redaction, run_folder
 from dlprof.errors import DlprofError, reason
-from dlprof.files import BOOT, boot, longer, make_ours, whole, write
+from dlprof.files import boot, longer, make_ours, whole, write
 from dlprof.marks import __version__
 from dlprof.record.launch.process import started
 from dlprof.record.ranks import words_here
@@ -414,10 +414,8 @@ class Local:
 def _host_of(run: Path, host: str) -> Path:
     """Return this host's folder of a run; another one may have its name."""
     folder = run_folder.host_folder(run, host)
-    with contextlib.suppress(OSError):
-        if (folder / BOOT).read_text().strip() != boot():
-            return folder.with_name(longer(folder.name, boot()))
-    return folder
+    theirs = run_folder.boot_of(folder)
+    return folder.with_name(longer(folder.name, boot())) if theirs and theirs != boot() else folder
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -309,10 +309,10 @@ def _running(folder: Path) -> list[tuple[int, int]]:
 def outcomes(folder: Path, names: Iterable[str]) -> dict[str, Outcome]:
     """Return what each override did in the ranks of a run folder, by name. A rank without a file did nothing."""
     reports = []
-    for path in run_folder.of_ranks(run_folder.in_ranks(folder), "overrides.json"):
+    for rank in run_folder.in_ranks(folder) if names else ():
         try:
-            reports.append(json.loads(path.read_text()))
-        except (OSError, ValueError, RecursionError):  # noqa: PERF203 - the rank was killed, or the disk was full
+            reports.append(json.loads(run_folder.lines_of(rank, "overrides")[-1]))
+        except (IndexError, ValueError, RecursionError):  # noqa: PERF203 - the rank was killed, or the disk was full
             continue
     found = overrides.outcomes(names, reports)
     return {name: found[name] for name in names}

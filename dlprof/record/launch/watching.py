@@ -87,7 +87,7 @@ class Watch:
         """Return the sizes of the step logs of this host's ranks."""
         found = {}
         for word in words_here(self._run):
-            path = self._run / "ranks" / word.folder / "steps.jsonl"
+            path = run_folder.log_of(self._run / "ranks" / word.folder, "steps")[0]
             with contextlib.suppress(OSError):
                 found[path] = path.stat().st_size
         return found
@@ -242,7 +242,8 @@ class StepLog:
 
     def follow(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the rows that are new, and whether these are the first since the launcher has (re)started the job."""
-        path = max(self._run.glob("ranks/00000*/steps.jsonl"), key=lambda p: p.parent.name, default=None)
+        logs = [run_folder.log_of(rank, "steps") for rank in sorted(self._run.glob("ranks/00000*"))]
+        path, start = next((log for log in reversed(logs) if log[0].exists()), (None, ""))
         if path is None:
             return [], False
         anew = path != self.path
@@ -256,7 +257,7 @@ class StepLog:
         rows = []
         for line in data[:whole].splitlines():
             with contextlib.suppress(ValueError):  # a broken line
-                rows.append(json.loads(line))
+                rows += [json.loads(line)] if line.startswith(start.encode()) else []
         return [row for row in rows if isinstance(row, dict)], anew
 
 

@@ -33,7 +33,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from dlprof.plain import words_of
-from dlprof.record.log import Log
+from dlprof.record.log import Part
 from dlprof.record.samplers.sampling import RankHere, Sampler, line
 
 Reading = Mapping[str, float]
@@ -72,7 +72,7 @@ class Gpu:
 
 
 class DriverSampler(Sampler):
-    """Writes gpu.jsonl of each rank here that trains on a GPU of one vendor: keys as metrics of the table `samples`."""
+    """Writes the log `gpu` of each rank here on a GPU of one vendor: keys as metrics of the table `samples`."""
 
     name: str
     library: str  # the driver's, in messages
@@ -82,7 +82,7 @@ class DriverSampler(Sampler):
     def __init__(self) -> None:
         self.driver: Any = None
         self.gpus: dict[str, Gpu | None] = {}  # by its name for the driver; None: it cannot be read, or no longer
-        self._logs: dict[RankHere, Log] = {}
+        self._logs: dict[RankHere, Part] = {}
         self._over = False  # the driver has gone
 
     @abstractmethod
@@ -121,7 +121,7 @@ class DriverSampler(Sampler):
                 read[name] = self.safely(name, lambda: self._read(name, rank.device))  # noqa: B023 - called here
             if row := read[name]:
                 if rank not in self._logs:
-                    self._logs[rank] = self.host.log("gpu.jsonl", rank)
+                    self._logs[rank] = self.host.log("gpu", rank)
                 self._logs[rank].write(line(row))
 
     def stop(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dlprof.record.device import cpu
 from dlprof.record.launch.process import family, has_ended, stat_of, stats
-from dlprof.record.log import Log
+from dlprof.record.log import Part
 from dlprof.record.samplers.sampling import Host, RankHere, Sampler, line
 
 # The processes of a rank are looked for among all of the host's, which takes milliseconds on a large one.
@@ -30,7 +30,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class HostSampler(Sampler):
-    """Writes hosts/HOST/host.jsonl, and processes.jsonl of each rank here: keys as metrics of the table `samples`.
+    """Writes the log `host`, and `processes` of each rank here: keys as metrics of the table `samples`.
 
     What only grows (bytes, faults, switches, CPU seconds) is written as it stands: a lost line then costs nothing.
     """
@@ -38,18 +38,18 @@ class HostSampler(Sampler):
     name = "host"
 
     def __init__(self) -> None:
-        self._log: Log | None = None
+        self._log: Part | None = None
         self._ranks: dict[RankHere, _Processes] = {}
         self._looked = 0.0
         self._job: set[int] = set()  # all processes of the command, and dlprof's own
 
     def start(self, host: Host) -> None:
-        """Open the file, and take the first look at the cores: load is the difference of two."""
+        """Take the first look at the cores: load is the difference of two."""
         import psutil
 
         super().start(host)
         self._supervisor = os.getppid()
-        self._log = host.log("host.jsonl")
+        self._log = host.log("host")
         psutil.cpu_times_percent(percpu=True)
 
     def tick(self) -> None:
@@ -66,10 +66,10 @@ class HostSampler(Sampler):
             roots = (self._supervisor, *(rank.pid for rank in here))  # of this host's other supervisors, only the ranks
             self._job = set(family(roots, known))
             for gone in set(self._ranks) - set(here):
-                self._ranks.pop(gone).log.close()
+                del self._ranks[gone]
             for rank in here:
                 if rank not in self._ranks:
-                    self._ranks[rank] = _Processes(rank.pid, self.host.log("processes.jsonl", rank))
+                    self._ranks[rank] = _Processes(rank.pid, self.host.log("processes", rank))
                 self._ranks[rank].children = set(family([rank.pid], known)) - {rank.pid}
         for processes in self._ranks.values():
             processes.read()
@@ -78,7 +78,7 @@ class HostSampler(Sampler):
 class _Processes:
     """A rank's process, and those it started: its loader workers and their children, added up."""
 
-    def __init__(self, pid: int, log: Log) -> None:
+    def __init__(self, pid: int, log: Part) -> None:
         self.log = log
         self.children: set[int] = set()
         self._pid = pid

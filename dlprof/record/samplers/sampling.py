@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from dlprof import run_folder
-from dlprof.files import BOOT, boot, longer
+from dlprof.files import boot, longer
 from dlprof.plain import tell, words_of
 from dlprof.record.launch.process import started, started_with
-from dlprof.record.log import Log
-from dlprof.record.ranks import Word, words_here
+from dlprof.record.log import Log, Part
+from dlprof.record.ranks import Word, leave_note, words_here
 
 # How often a process that found its host claimed tries again: the one that samples ends with its own supervisor.
 _CLAIM_AGAIN_S = 2.0
@@ -34,9 +34,6 @@ _CLAIM_AGAIN_S = 2.0
 # between two readings is this part of its age, within these limits.
 _AGE_SHARE = 600
 _LEAST_S, _MOST_S = 1.0, 5.0
-
-# How often the host's folder is listed after it has changed: some disks store the time of a change in seconds only.
-_LISTINGS = 5
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,11 @@ class Host:
         self.began_s = time.monotonic()
         self.folder = run_folder.host_folder(run, self.name)
         self.ranks: tuple[RankHere, ...] = ()
-        self._words = self.folder  # where ranks say of themselves that they train
-        self._hello_bytes = -1
+        # Where ranks say of themselves that they train, and how much they had said at the last look.
+        self._words, self._words_bytes = self.folder / run_folder.notes_name(self.boot), -1
+        self._files: dict[str, Log] = {}
+        self._hello, self._hello_bytes = self.folder / "hello.jsonl", -1
         self._loaded: list[int] = []  # processes that have said that they loaded torch
-        self._listed_ns = -1
-        self._listings = 0  # that are still to come
         self._unread: set[Word] = set()  # of ranks that have no facts yet
         self._elsewhere: set[Word] = set()  # of ranks of another host of this name, or that ended
         self._warned: set[str] = set()
@@ -113,18 +110,18 @@ class Host:
     def settle(self) -> None:
         """Make the folder; where another machine has this one's name and was first, one with a longer name."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        whose = self.folder / BOOT
         try:
-            with whose.open("x") as file:
-                file.write(self.boot)
+            with (self.folder / run_folder.SAMPLES).open("x") as file:
+                file.write(run_folder.begins("boot") + f'"boot":"{self.boot}"}}\n')
         except FileExistsError:
-            if whose.read_text(errors="replace") != self.boot:
+            if run_folder.boot_of(self.folder) != self.boot:
                 self.folder = self.folder.with_name(longer(self.name, self.boot))
                 self.folder.mkdir(exist_ok=True)
 
-    def log(self, name: str, rank: RankHere | None = None) -> Log:
-        """Open a file of this host's folder, or of a rank's, for lines."""
-        return Log((self.folder if rank is None else self.run / "ranks" / rank.name) / name)
+    def log(self, name: str, rank: RankHere | None = None, file: str = run_folder.SAMPLES) -> Part:
+        """Return a log of this host, or of a rank here, in a file of the host's folder. Raises OSError."""
+        self._files[file] = self._files.get(file) or Log(self.folder / file)
+        return Part(self._files[file], name, rank.name if rank is not None else "")
 
     def warn(self, text: str) -> None:
         """Say something once on stderr and keep it for the report."""
@@ -132,26 +129,21 @@ class Host:
             return
         self._warned.add(text)
         tell(text)
-        with contextlib.suppress(OSError), (self.folder / "warnings.txt").open("a") as file:
-            file.write(text.replace("\n", " ") + "\n")
+        with contextlib.suppress(OSError):
+            leave_note(self.folder, "warning", text=text)
 
     def look(self) -> None:
         """Bring `ranks` up to date. Costs one stat while no rank comes: the folder may be on a busy network disk.
 
-        Only this host's own folder is looked at: the job may have thousands of ranks elsewhere. A change that falls
-        into the same tick of the disk's clock as a listing does not show: so a few more follow.
+        Only this host's own folder is looked at: the job may have thousands of ranks elsewhere.
         """
         self.ranks = tuple(rank for rank in self.ranks if started(rank.pid) == rank.since)
         try:
-            changed = self._words.stat().st_mtime_ns
-            if changed != self._listed_ns:
-                self._listings = _LISTINGS
-            if self._listings:
-                self._listings -= 1
+            if (size := self._words.stat().st_size) != self._words_bytes:
                 known = {rank.name for rank in self.ranks}
                 words = {word for word in words_here(self.run) if word.folder not in known}
                 self._unread = words - self._elsewhere
-                self._listed_ns = changed
+                self._words_bytes = size
         except OSError:
             return
         for word in sorted(self._unread):
@@ -170,10 +162,9 @@ class Host:
 
         Costs one stat of the run's folder while no process comes. Raises OSError where none has come yet.
         """
-        hello = self._words / "hello.jsonl"
-        if (size := hello.stat().st_size) != self._hello_bytes:
+        if (size := self._hello.stat().st_size) != self._hello_bytes:
             self._hello_bytes, self._loaded = size, []
-            for text in hello.read_text(errors="replace").splitlines():
+            for text in self._hello.read_text(errors="replace").splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                     said = json.loads(text)
                     self._loaded += [int(said["pid"])] if said.get("torch") else []

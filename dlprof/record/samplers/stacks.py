@@ -8,6 +8,7 @@ none. It writes its file only at its end: with bursts, a kill costs the last one
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import math
@@ -27,7 +28,9 @@ from typing import Any
 from dlprof import redaction
 from dlprof.record.calls import MOST_FILE_BYTES, MOST_SOURCE, own_files
 from dlprof.record.launch.process import OF_THE_JOB, has_ended, stat_of, tied, wait_or_kill
+from dlprof.record.log import Part
 from dlprof.record.samplers.sampling import Host, RankHere, Sampler
+from dlprof.run_folder import STACKS
 
 # How py-spy writes a process: with its command, which may hold anything, line ends too. What follows is another
 # process, or a thread.
@@ -66,7 +69,9 @@ _STOP_S = 0.7
 
 
 class StacksSampler(Sampler):
-    """Writes stacks.txt.gz of each rank here: for each burst a line of JSON after `#`, and py-spy's raw lines.
+    """Writes the log `stacks` of each rank here, a line a burst.
+
+    It holds, in gzip, a line of JSON after `#`, and py-spy's raw lines.
 
     The JSON holds the text of the user's lines that were seen most, so that a report can tell what they call: py-spy
     sees no function of C, and the script may be another one by then. A burst with `start` is of the process before it
@@ -104,7 +109,7 @@ class StacksSampler(Sampler):
         for rank in self.host.ranks:
             if rank not in self._spies:
                 spy = self._starting.pop(rank.pid, None) or _Spy(self._command, self._rate, rank.pid, self.host.run)
-                spy.announce(self.host.run / "ranks" / rank.name)
+                spy.announce(self.host.log("stacks", rank, STACKS))
                 self._spies[rank] = spy
         with suppress(OSError, ValueError):
             self._look_at_starts()
@@ -162,13 +167,13 @@ def find() -> str | None:
 
 
 class _Spy:
-    """The bursts of one process: until it is a rank a single one, of its start, which has no file yet."""
+    """The bursts of one process: until it is a rank a single one, of its start, which has no log yet."""
 
     def __init__(self, command: str, rate: int, pid: int, run: Path) -> None:
         self._command = [command, "record", "--pid", str(pid), "--subprocesses", "--nonblocking", "--idle", "--threads"]
         self._command += ["--full-filenames", "--format", "raw"]
         self._rate = rate
-        self._file: Path | None = None
+        self._log: Part | None = None
         self._run = run
         self._starts = False  # whether the burst that runs, or is over, is of the start
         self._seen = -1  # what py-spy writes into: no file, since the command lines in it must not reach the disk
@@ -189,9 +194,9 @@ class _Spy:
     def wait_s(self) -> float:
         return 0.0 if self.running else self._next - time.monotonic()
 
-    def announce(self, folder: Path) -> None:
+    def announce(self, log: Part) -> None:
         """The process is a rank now: the burst of its start ends, and those of the rank follow."""
-        self._file = folder / "stacks.txt.gz"
+        self._log = log
         self._next = 0.0
         self.interrupt()
 
@@ -206,7 +211,7 @@ class _Spy:
     def tick(self, *, go_on: bool) -> str:
         """End a burst that is over, and begin one that is due; say what went wrong, "" for nothing."""
         problem = ""
-        if self._file is None and self._starts:
+        if self._log is None and self._starts:
             return ""  # one burst is enough of a start, and is written when the rank is known
         if self._process is not None and self._process.poll() is not None:
             problem = self._take()
@@ -236,9 +241,9 @@ class _Spy:
             os.nice(19)
 
         self._begun_ns = time.time_ns()
-        self._starts = self._file is None
+        self._starts = self._log is None
         rate, seconds = (_START_RATE, _START_MOST_S) if self._starts else (self._rate, self._seconds)
-        self._seen = os.memfd_create(str(self._file or self._run)[-200:])
+        self._seen = os.memfd_create(str(self._run)[-200:])
         self._process = subprocess.Popen(
             [
                 *(*self._command, "--rate", str(rate)),
@@ -265,7 +270,7 @@ class _Spy:
             self._seconds = _BURST_S
         with os.fdopen(self._seen, "rb") as written:
             seen = written.read()
-        if self._file is None or (starts and not seen):
+        if self._log is None or (starts and not seen):
             return ""
         if not seen:
             self._failures += 1
@@ -283,8 +288,7 @@ class _Spy:
             burst["loops"] = [one for one in loops if (one[0], one[1]) not in self._texts]
             self._texts.update((file, line) for file, line, _ in texts)
         member = gzip.compress(b"#" + json.dumps(burst).encode() + b"\n" + lines, 6)
-        with self._file.open("ab") as file:
-            file.write(member)
+        self._log.write(f'{{"gzip":"{base64.b64encode(member).decode()}"}}\n')
         return ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from dlprof.record.collectors.compiled import Compiled, around, innermost, is_in
 from dlprof.record.hooks import uninstall
 from tests.fixtures import worlds
 from tests.fixtures.in_process import run_plainly, run_recorded
+from tests.fixtures.jobs import rows
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -87,12 +87,12 @@ def test_products_are_of_the_layers_that_they_are_of(
         # Of the whole model compiled, and once more from Inductor's cache.
         for run in ("0", "1")[: 2 if how == "whole" else 1]:
             left.add(run_recorded(tmp_path, text, run=run, window=(4, 1, 3))["left"])
-            written = (tmp_path / run / "ranks/00000/compiled.jsonl").read_text().splitlines()
-            rows = [row for row in map(json.loads, written) if row["operator"] in ("aten::mm", "aten::addmm")]
+            written = rows(tmp_path / run / "ranks/00000", "compiled")
+            products_of = [row for row in written if row["operator"] in ("aten::mm", "aten::addmm")]
             # One forward, and back one for the weight and one for the input.
-            assert sorted(row["module"] for row in rows) == sorted(products * 3)
+            assert sorted(row["module"] for row in products_of) == sorted(products * 3)
             known = {"", "blocks", *layers, *products, *(f"{one}.norm" for one in layers)}
-            assert {row["before"] for row in rows} <= known
+            assert {row["before"] for row in products_of} <= known
         if how == "whole":
             left.add(run_plainly(tmp_path, text)["left"])
     assert len(left) == 1  # the same losses, and as many graphs

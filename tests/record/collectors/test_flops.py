@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -78,7 +77,7 @@ def test_a_step_of_known_arithmetic_and_bytes_and_the_same_weights_and_random_nu
     # The counted step and the traced window, from the warm-up to the step after the export.
     assert [row["step"] for row in rows(rank) if row["profiled"]] == [9, 10, 11, 12, 13, 14]
 
-    modules = {row["path"]: row["moved_bytes"] for row in map(json.loads, (rank / "modules.jsonl").open())}
+    modules = {row["path"]: row["moved_bytes"] for row in rows(rank, "modules")}
     activations, x, weight, y = 8 * 8 * 36, 8 * 288, 288 * 16, 8 * 16
     assert modules["1"] == 4 * 5 * activations  # read and written; back two are read and one is written
     assert modules["2"] == modules[""] == 0  # a view

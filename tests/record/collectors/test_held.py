@@ -12,6 +12,7 @@ import pytest
 
 from dlprof.read.facts import read_held
 from dlprof.record.model import tensors
+from dlprof.run_folder import log_of
 from tests.fixtures.in_process import run_plainly, run_recorded
 from tests.fixtures.jobs import COMPILES_NOTHING, TORCHRUN, facts, launch, rows, wrapped
 
@@ -66,7 +67,7 @@ STATE = dict.fromkeys(("parameter", "gradient", "optimizer"), PARAMETERS)
 
 def told(run: Path, rank: int = 0) -> tuple[Any, Mapping[str, Any]]:
     """Return the table of a rank and what stands beside it."""
-    reading = read_held(run / f"ranks/{rank:05d}/held.json")
+    reading = read_held(*log_of(run / f"ranks/{rank:05d}", "held"))
     assert reading.warnings == ()
     return reading.tables["held"], reading.facts["held"]
 
@@ -298,7 +299,7 @@ def test_what_fails_is_said_and_the_script_goes_on(tmp_path: Path) -> None:
     assert run_recorded(tmp_path, text, warnings=1)["left"] == plain
     (warning,) = facts(tmp_path / "run/ranks/00000")["warnings"]
     assert warning == "what memory holds is off: ValueError: no; the job goes on without it"
-    assert not (tmp_path / "run/ranks/00000/held.json").exists()
+    assert not rows(tmp_path / "run/ranks/00000", "held")
     assert len(rows(tmp_path / "run/ranks/00000")) == 24
 
 

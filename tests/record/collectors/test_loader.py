@@ -11,7 +11,7 @@ import pytest
 
 from dlprof.analysis.timeline.steps import step_means
 from tests.fixtures.in_process import run_recorded
-from tests.fixtures.jobs import COMPILES_NOTHING, facts, record
+from tests.fixtures.jobs import COMPILES_NOTHING, facts, record, rows
 from tests.fixtures.runs import measured
 
 pytest.importorskip("torch", reason="recording needs torch")
@@ -142,7 +142,7 @@ for method in ("spawn", "forkserver"):
 
 
 class Written(NamedTuple):
-    """What was written of one loader: rows of loading.jsonl, and of the batches that its workers fetched."""
+    """What was written of one loader: rows of `loading`, and of the batches that its workers fetched."""
 
     loading: list[dict[str, Any]]
     fetches: list[dict[str, Any]]
@@ -163,11 +163,11 @@ class Written(NamedTuple):
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text().split("\n") if line] if path.exists() else []
 
 
 def written(rank: Path, loader: int) -> Written:
-    loading = [row for row in lines(rank / "loading.jsonl") if row["loader"] == loader]
+    loading = [row for row in rows(rank, "loading") if row["loader"] == loader]
     pids = {pid for of in Written(loading, []).pids for pid in of}
     return Written(loading, [row for row in lines(rank / "fetches.jsonl") if row["pid"] in pids])
 
@@ -211,11 +211,11 @@ def test_loaders_are_known_in_order_and_by_their_role(kinds: Path) -> None:
         assert {row["of_samples"] for row in seen} == {48}
         assert all(row["sample"] % 3 == 0 and 32 < row["sample_bytes"] < 50 for row in seen)
     assert told[:11] == [(1, 4, "validation"), *((*one, "train") for one in trains)]
-    usage = [row for row in lines(kinds / "loading.jsonl") if row["kind"] == "usage"]
+    usage = [row for row in rows(kinds, "loading") if row["kind"] == "usage"]
     assert {row["loader"] for row in usage} == {-1}
     assert all(row["thread_ns"] >= 0 for row in usage)
     # Nothing is told of the thread that does not train.
-    assert {row["loader"] for row in lines(kinds / "loading.jsonl")} == set(range(-1, len(told)))
+    assert {row["loader"] for row in rows(kinds, "loading")} == set(range(-1, len(told)))
 
 
 @pytest.mark.parametrize("name", ["fork", "stream"])
@@ -322,9 +322,9 @@ def test_files_grow_no_faster_than_their_budget(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("dlprof.record.collectors.loader.WRITE_EVERY_NS", 20_000_000)
     run_recorded(tmp_path, HEAD + "train(DataLoader(Slow(), 1, num_workers=2), epochs=3)")
     rank = tmp_path / "run/ranks/00000"
-    for rows in (written(rank, 0).batches, lines(rank / "fetches.jsonl")):
-        assert sum(row["count"] for row in rows) == 144
-        assert len(rows) < 100
+    for found in (written(rank, 0).batches, lines(rank / "fetches.jsonl")):
+        assert sum(row["count"] for row in found) == 144
+        assert len(found) < 100
 
 
 @pytest.mark.slow
@@ -372,6 +372,6 @@ train(Mine(Slow(), 1, num_workers=1, sampler=[0] * 800), 1)
 """
     (share,) = run_recorded(tmp_path, HEAD + body)["used"]
     # What comes after the last writing is not known: the thread ends with the pass.
-    pins = [row for row in lines(tmp_path / "run/ranks/00000/loading.jsonl") if row.get("pin_ns", -1) >= 0]
+    pins = [row for row in rows(tmp_path / "run/ranks/00000", "loading") if row.get("pin_ns", -1) >= 0]
     assert len(pins) >= 4
     assert sum(row["pin_ns"] for row in pins) / sum(row["dur_ns"] for row in pins) == pytest.approx(share, rel=0.15)

@@ -147,7 +147,7 @@ def test_what_is_skipped_and_the_scale_are_those_of_the_scaler(optimizer: str, s
     assert facts["grad_scaler"] is True
     assert script["skipped"] == [0, 1, 20, 21, 50]
     rank = tmp_path / "run/ranks/00000"
-    told = [json.loads(line) for line in (rank / "loss_scale.jsonl").read_text().splitlines()]
+    told = rows(rank, "loss_scale")
     assert [row["step"] for row in told if row["kind"] == "skipped"] == script["skipped"]
     last = {row["step"]: row["scale"] for row in told}
     scale, followed = 1024.0, []

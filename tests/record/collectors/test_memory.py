@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from dlprof.schema import MEMORY
 from tests.fixtures.in_process import run_recorded
-from tests.fixtures.jobs import COMPILES_NOTHING, facts, record
+from tests.fixtures.jobs import COMPILES_NOTHING, facts, record, rows
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -36,7 +35,7 @@ needs_no_cuda = pytest.mark.skipif(hasattr(torch._C, "_cuda_memoryStats"), reaso
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "ranks/00000/memory.jsonl").read_text().splitlines()]
+    return rows(folder / "ranks/00000", "memory")
 
 
 @needs_no_cuda
@@ -72,7 +71,7 @@ def test_the_counters_are_written_a_few_times_a_second(tmp_path: Path, monkeypat
     assert (last["device"], last["allocated_bytes"]) == (3, 100 * len(reads))
     assert (last["peak_reserved_bytes"], last["retries"]) == (200 * len(reads), len(reads))
     assert (last["device_allocs"], last["device_frees"]) == (7, None)
-    moments = json.loads((tmp_path / "run/ranks/00000/held.json").read_text())["moments"]
+    moments = rows(tmp_path / "run/ranks/00000", "held")[-1]["moments"]
     of_device = [m for m in moments if m["device"] != "cpu"]
     assert [(m["device"], m["moment"]) for m in of_device] == [("cuda:3", "backward"), ("cuda:3", "gradients")]
     assert of_device[0]["allocated_bytes"] + 100 == of_device[1]["allocated_bytes"]

@@ -156,13 +156,15 @@ def test_a_part_that_this_torch_has_not_costs_its_overrides_alone(
     try:
         made = Overrides()
 
+        kept = list[str]()
+
         class Recorder:
-            folder = tmp_path
+            keep = staticmethod(lambda _, text: kept.append(text))
 
         made.start(Recorder())  # type: ignore[arg-type]
         made.stop()
     finally:
         hooks.uninstall()
-    written = json.loads((tmp_path / "overrides.json").read_text())
+    written = json.loads(kept[-1])
     assert written["loader.num_workers"]["error"] == "AttributeError: another torch"
     assert (written["gc.freeze"]["applied"], written["gc.freeze"]["error"]) == (1, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import Counter
@@ -33,7 +32,7 @@ WORK = ("forward", "backward", "input", "weight")
 
 
 def lines(rank: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (rank / "chunks.jsonl").read_text().splitlines()]
+    return rows(rank, "chunks")
 
 
 def torchrun(folder: Path, body: str, ranks: int = 2) -> Path:
@@ -308,7 +307,7 @@ def test_chunks_on_a_gpu_are_timed_there_and_none_while_a_graph_is_captured(
     devices.now_ns = devices.queued_ns[1]
     recorder.stop("exit")
     assert recorder.warnings == []
-    lines = [json.loads(line) for line in (recorder.folder / "chunks.jsonl").read_text().splitlines()]
+    lines = rows(recorder.folder, "chunks")
     calls = [line for line in lines if line["action"] == "schedule"]
     assert [(call["dur_ns"], call["busy_ns"]) for call in calls] == [(39_000_000, 33_000_000)] * 2
     for call in calls:

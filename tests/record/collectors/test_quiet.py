@@ -40,9 +40,11 @@ def test_a_plain_job_leaves_no_file_no_word_and_imports_nothing(tmp_path: Path) 
     assert (told["warnings"], told["pipeline"], told["flops"]["state"]) == ([], None, "counted")
     assert sum(row["optimizer_steps"] for row in rows(rank)) == 32
     written = {path.name for path in rank.iterdir()}
-    assert written == {"facts.json", "held.json", "loading.jsonl", "sources.json", "stalls.jsonl", "steps.jsonl"}
-    assert (rank / "stalls.jsonl").read_text() == ""
-    process = json.loads((rank / "held.json").read_text())["process"]
+    assert written == {"facts.json", "records.jsonl"}
+    logs = {json.loads(line)["log"] for line in (rank / "records.jsonl").read_text().splitlines()}
+    assert logs == {"held", "loading", "sources", "stalls", "steps"}
+    assert rows(rank, "stalls") == []
+    process = rows(rank, "held")[-1]["process"]
     assert 0 < process["before_bytes"] < process["anonymous_bytes"]
 
 

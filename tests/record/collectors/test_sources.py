@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.in_process import run_recorded
+from tests.fixtures.jobs import rows
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -48,7 +48,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], P
         finally:
             for name in ("pack", "pack.early", "pack.late", "pack.large", "beside"):
                 sys.modules.pop(name, None)
-        return tmp_path / f"app/run/ranks/{rank:05d}/sources.json"
+        return tmp_path / f"app/run/ranks/{rank:05d}"
 
     return run
 
@@ -57,8 +57,8 @@ def test_the_scripts_own_files_are_kept_without_strings_and_comments(
     record: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = record()
-    assert b"hunter2" not in path.read_bytes()
-    files = json.loads(path.read_text())["files"]
+    assert b"hunter2" not in (path / "records.jsonl").read_bytes()
+    files = rows(path, "sources")[-1]["files"]
     assert set(files) == {"train.py", "pack/early.py", "pack/late.py"}
     for name in ("pack/early.py", "pack/late.py"):
         assert files[name]["sha256"] == hashlib.sha256((tmp_path / "app" / name).read_bytes()).hexdigest()
@@ -74,5 +74,5 @@ def test_nothing_is_kept_where_that_is_not_wanted_nor_by_other_ranks(
 ) -> None:
     monkeypatch.setenv("DLPROF_SOURCES", option)
     path = record(rank)
-    assert path.parent.exists()
-    assert not path.exists()
+    assert (path / "records.jsonl").exists()
+    assert rows(path, "sources") == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -43,7 +42,7 @@ def stalls(folder: Path, body: str, steps: int) -> list[dict[str, Any]]:
         gc.enable()
     rank = folder / "run/ranks/00000"
     assert len(rows(rank)) == steps
-    return [json.loads(line) for line in (rank / "stalls.jsonl").read_text().splitlines()]
+    return rows(rank, "stalls")
 
 
 def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_million_fast_steps_are_a_bounded_log(job: Job) -> None:
     lines = job.rows()
     assert sum(row.get("steps", 1) for row in lines) == n
     assert len(lines) == 10_000 + (n - 10_000) / 100
-    assert (job.recorder.folder / "steps.jsonl").stat().st_size < 10_000_000
+    assert (job.recorder.folder / "records.jsonl").stat().st_size < 10_000_000
 
 
 def test_steps_wait_for_their_device_in_order(job: Job) -> None:

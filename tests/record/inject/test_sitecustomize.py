@@ -94,7 +94,7 @@ def test_the_users_sitecustomize_runs_once_in_each_process_of_his_and_in_none_of
     pid, behind, there = done.stdout.split(maxsplit=2)
     assert behind == plain.stdout.split()[1] == "1"
     assert [p for p in eval(there) if not p.endswith("inject")] == eval(plain.stdout.split(maxsplit=2)[2])
-    assert list((tmp_path / "run").glob("hosts/*/host.jsonl"))
+    assert list((tmp_path / "run").glob("hosts/*/samples.jsonl"))
     ran = (tmp_path / "count").read_text().split()
     assert (len(ran), ran.count(pid), len(set(ran))) == (2, 1, 2)
 

@@ -29,6 +29,7 @@ from dlprof.record.launch.process import started
 from dlprof.record.launch.supervisor import Ended, left, missing, outcomes, recorded, supervise, unapplied
 from dlprof.record.ranks import find_rank
 from tests.fixtures.jobs import environment, launch, until, wrapped
+from tests.fixtures.sampling import leave_word
 
 
 def supervised(command: list[str], folder: Path) -> Ended:
@@ -168,22 +169,19 @@ def test_the_ranks_that_still_run_are_told_by_what_they_said_of_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_LEAVING_S", 0.0)
-    host = tmp_path / "hosts" / os.uname().nodename
-    host.mkdir(parents=True)
     ours = os.getpid()
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(5)]
     began = [started(child.pid) for child in children]
     assert 0 < (started(os.getpid()) or 0) < (began[0] or 0)
     said = (
-        f"00003.r1 {ours} {began[0]}",
-        f"00001 {ours} {began[1]}",
-        f"00002 {os.getppid()} {began[2]}",  # another supervisor's, as of the tasks of one job
-        f"00004 {ours} {(began[3] or 0) - 1}",  # it has ended, and its number is another process's
-        "00005",
+        ("00003.r1", ours, began[0]),
+        ("00001", ours, began[1]),
+        ("00002", os.getppid(), began[2]),  # another supervisor's, as of the tasks of one job
+        ("00004", ours, (began[3] or 0) - 1),  # it has ended, and its number is another process's
+        ("no number", ours, began[4]),
     )
-    for child, words in zip(children, said, strict=True):
-        (host / f"rank-{child.pid}").write_text(words)
-    (host / f"rank-{children[0].pid}.tmp").write_text(said[0])
+    for child, (name, by, since) in zip(children, said, strict=True):
+        leave_word(tmp_path, name, child.pid, supervisor=by, since=since)
     try:
         (told,) = left(tmp_path)
         assert f": rank 1 (process {children[1].pid}), rank 3 (process {children[0].pid});" in told

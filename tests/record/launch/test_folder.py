@@ -18,7 +18,7 @@ from dlprof.files import boot
 from dlprof.read.run import open_run
 from dlprof.record.launch.folder import RunFolder, TakenError, opened
 from dlprof.record.launch.supervisor import Ended, supervise
-from dlprof.run_folder import in_hosts
+from dlprof.run_folder import boot_of, in_hosts
 from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, environment, launch, rows, spawned, until, wrapped
 
 
@@ -232,7 +232,8 @@ def test_a_task_packs_the_traces_of_its_own_ranks_and_the_last_to_end_those_that
     step = {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "1", "PATH": os.environ["PATH"]}
     run = tmp_path / "run"
     # Rank 0 trains under this supervisor, rank 300 under another one of this host.
-    other = "printf '00256-00511/00300 1 1' > rank-1; printf \"00000 $PPID 1\" > rank-2"
+    word = '{"log":"rank","pid":%s,"folder":"%s","supervisor":"%s","since":"1","at_ns":1}\\n'
+    other = f"printf '{word}' 1 00256-00511/00300 1 >> notes-x.jsonl; printf '{word}' 2 00000 $PPID >> notes-x.jsonl"
     make = f"cd {run} && mkdir -p ranks/00256-00511/00300 ranks/00000 hosts/$(uname -n)"
     make += " && for rank in 00000 00256-00511/00300; do printf '{}' > ranks/$rank/trace.json; done"
     make += " && printf '{}' > ranks/00000/facts.json && cd hosts/$(uname -n) && " + other
@@ -391,8 +392,7 @@ def test_what_is_recorded_on_a_disk_of_the_node_is_put_into_the_run_folder(tmp_p
     with spawned(command, env=environment(DISK=str(disk)), cwd=tmp_path) as job:
         assert until(lambda: (tmp_path / "ready").exists())
         (local,) = (disk / "jobs").iterdir()
-        there = local / "ranks/00000/steps.jsonl"
-        assert until(lambda: len(rows(there.parent)) > 30)
+        assert until(lambda: len(rows(local / "ranks/00000")) > 30)
         assert not (run / "ranks/00000").exists()
         assert stat.S_IMODE(local.stat().st_mode) == 0o700
         job.send_signal(signal.SIGTERM)
@@ -402,7 +402,7 @@ def test_what_is_recorded_on_a_disk_of_the_node_is_put_into_the_run_folder(tmp_p
     assert (about["exit"]["signal"], about["warnings"]) == (signal.SIGTERM, [])
     assert len(rows(run / "ranks/00000")) >= 30
     (host,) = (run / "hosts").iterdir()
-    assert {"boot", "host.jsonl", "hello.jsonl"} <= {path.name for path in host.iterdir()}
+    assert {"samples.jsonl", "hello.jsonl"} <= {path.name for path in host.iterdir()}
     assert (run / "ranks/00000/trace.json.gz").exists()
 
 
@@ -455,6 +455,6 @@ def test_hosts_of_one_name_keep_apart(tmp_path: Path) -> None:
     here, there = (folder / "hosts" / os.uname().nodename for folder in (run.records, run.path))
     for folder, whose in ((here, "ours"), (there, "theirs")):
         folder.mkdir(parents=True)
-        (folder / "boot").write_text(whose)
+        (folder / "samples.jsonl").write_text(json.dumps({"log": "boot", "boot": whose}) + "\n")
     assert run.local.end([]) == []
-    assert sorted((folder / "boot").read_text() for folder in (run.path / "hosts").iterdir()) == ["ours", "theirs"]
+    assert sorted(map(boot_of, (run.path / "hosts").iterdir())) == ["ours", "theirs"]

@@ -23,7 +23,7 @@ import pytest
 import dlprof
 from dlprof.record.samplers.gpu import AmdSampler, DriverSampler, GpuSampler, Traffic
 from dlprof.record.samplers.sampling import Host, sample
-from tests.fixtures.jobs import environment, until
+from tests.fixtures.jobs import environment, noted, until
 from tests.fixtures.sampling import host_with, rows
 
 ONE, TWO = "11111111-2222-3333-4444-555555555555", "66666666-7777-8888-9999-000000000000"
@@ -659,11 +659,11 @@ def test_a_gpu_that_vanishes_takes_its_readings_along_and_nothing_else(tmp_path:
         stderr=subprocess.PIPE,
         text=True,
     )
-    told, beside = host.folder / "warnings.txt", host.folder / "host.jsonl"
+    beside = host.folder / "samples.jsonl"
     try:
         assert until(lambda: len(rows(host)) > 2)
         gone.touch()
-        assert until(told.exists)
+        assert until(lambda: noted(host.folder, "warning"))
         read, others = len(rows(host)), beside.read_text().count("\n")
         assert until(lambda: beside.read_text().count("\n") > others + 2)
         assert len(rows(host)) == read

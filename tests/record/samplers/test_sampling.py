@@ -15,11 +15,12 @@ import pytest
 
 from dlprof.files import boot
 from dlprof.read.run import open_run
-from dlprof.record.log import Log
+from dlprof.record.log import Log, Part
 from dlprof.record.samplers.host import HostSampler, _Processes, _waited
 from dlprof.record.samplers.sampling import Host, claim, claimed_name
+from dlprof.run_folder import notes_name
 from tests.fixtures import jobs
-from tests.fixtures.jobs import until
+from tests.fixtures.jobs import sampled, until
 from tests.fixtures.sampling import leave_word
 
 HERE = os.uname().nodename
@@ -33,7 +34,7 @@ from dlprof.record.samplers.sampling import line, sample
 class Counting:
     name, period_s = "counting", 0.02
     def start(self, host):
-        self.host, self.log, self.ticks = host, host.log("counting.jsonl"), 0
+        self.host, self.log, self.ticks = host, host.log("counting"), 0
     def tick(self):
         self.ticks += 1
         self.log.write(line({"tick": self.ticks, "ranks": [[r.rank, r.name, r.pid] for r in self.host.ranks]}))
@@ -54,10 +55,6 @@ sample(Path(sys.argv[1]), [failing("start"), failing("tick"), Counting, failing(
 """
 
 
-def rows(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 class Beside:
     """A process that samples a run, as the supervisor's; closing its stdin is the end of the job."""
 
@@ -68,7 +65,7 @@ class Beside:
         )
 
     def lines(self) -> list[Any]:
-        return rows(self.folder / "counting.jsonl")
+        return sampled(self.folder, "counting")
 
     def sees(self, *ranks: tuple[int, str, int]) -> bool:
         """Wait until it samples just these ranks."""
@@ -116,7 +113,7 @@ def test_a_rank_without_facts_is_looked_at_again(run: Path) -> None:
     host = Host(run)
     (run / "ranks" / "00000").mkdir()
     leave_word(run, "00000", os.getpid())
-    (host.folder / "rank-stray").write_text("")
+    (host.folder / "notes-stray.jsonl").write_text('{"log":"rank","pid": 1, "folder": "000')
     host.look()
     assert list(host.ranks) == []
     facts = {"rank": 0, "host": host.name, "pid": os.getpid(), "device": None}
@@ -161,7 +158,7 @@ def test_one_process_samples_a_host_and_the_next_takes_over(run: Path) -> None:
 def test_a_folder_of_another_machine_of_the_same_name_is_left_to_it(run: Path) -> None:
     theirs = run / "hosts" / HERE
     theirs.mkdir(parents=True)
-    (theirs / "boot").write_text("0-0")
+    (theirs / "samples.jsonl").write_text('{"log":"boot","boot":"0-0"}\n')
     own = f"{HERE}~{boot()[:8]}"
     beside = Beside(run, own)
     assert beside.sees()
@@ -174,7 +171,8 @@ def test_a_folder_of_another_machine_of_the_same_name_is_left_to_it(run: Path) -
         rank.kill()
         rank.wait()
     beside.end()
-    assert {path.name for path in theirs.iterdir()} == {"boot", *(f"rank-{rank.pid}" for rank in ranks)}
+    assert {path.name for path in theirs.iterdir()} == {"samples.jsonl", notes_name(boot())}
+    assert (theirs / "samples.jsonl").read_text().count("\n") == 1
     # Whoever samples next on this machine goes on in the same folder.
     again, lines = Beside(run, own), len(beside.lines())
     assert until(lambda: len(again.lines()) > lines)
@@ -186,8 +184,11 @@ def test_a_folder_that_cannot_be_written_ends_a_sampler_with_a_line(how: str, ru
     folder = run / "hosts" / HERE
     if how == "full":
         folder.mkdir(parents=True)
-        (folder / "counting.jsonl").symlink_to("/dev/full")
-        beside, warnings = Beside(run), folder / "warnings.txt"
+        (folder / "samples.jsonl").write_text("of another machine")
+        own = folder.with_name(f"{HERE}~{boot()[:8]}")
+        own.mkdir()
+        (own / "samples.jsonl").symlink_to("/dev/full")
+        beside, warnings = Beside(run, own.name), own / notes_name(boot())
         assert until(lambda: warnings.exists() and "counting" in warnings.read_text())
         why = "[Errno 28] No space left on device"
     else:
@@ -226,8 +227,8 @@ def test_samplers_end_with_the_job_and_do_not_change_its_status(how: str, tmp_pa
     # It is not one of the job's processes, and gets none of the terminal's signals.
     assert all(os.getsid(pid) != os.getsid(process.pid) for pid in beside)
     if how == "samplers hang":  # a stopped process neither sees the end nor ends
-        host = tmp_path / "run/hosts" / HERE / "host.jsonl"
-        assert until(lambda: len(rows(host)) > 1)  # old enough to be waited for
+        host = tmp_path / "run/hosts" / HERE
+        assert until(lambda: len(sampled(host, "host")) > 1)  # old enough to be waited for
         os.kill(beside[0], signal.SIGSTOP)
     elif how == "samplers are killed":
         os.kill(beside[0], signal.SIGKILL)
@@ -250,7 +251,7 @@ def test_of_the_tasks_of_one_job_on_a_host_one_samples(tmp_path: Path) -> None:
     def writes(task: subprocess.Popen[str]) -> bool:
         try:
             (pid,) = samplers(task)
-            return any(fd.readlink().name == "host.jsonl" for fd in Path(f"/proc/{pid}/fd").iterdir())
+            return any(fd.readlink().name == "samples.jsonl" for fd in Path(f"/proc/{pid}/fd").iterdir())
         except (OSError, ValueError):  # it is just starting, or opening another file
             return False
 
@@ -296,7 +297,7 @@ def test_what_workers_have_copied_is_read_no_more_once_that_takes_long(
 ) -> None:
     monkeypatch.setattr("dlprof.record.samplers.host._OWN_MOST_S", most_s)
     monkeypatch.setattr("dlprof.record.samplers.host._OWN_SHARE", 1e9)
-    processes = _Processes(os.getpid(), Log(tmp_path / "processes.jsonl"))
+    processes = _Processes(os.getpid(), Part(Log(tmp_path / "samples.jsonl"), "processes", "00000"))
     assert processes._own([]) == {}
     before = processes._own([os.getpid()])["children_private_bytes"]
     held = bytearray(b"x" * (64 << 20))
@@ -314,12 +315,11 @@ def test_a_host_a_rank_its_workers_and_the_job_are_read_as_the_kernel_counts(
     host, sampler = Host(run), HostSampler()
     sampler.start(host)
     sampler._supervisor = rank.pid  # and not whoever started the tests
-    of_rank, of_host = run / "ranks/00003/processes.jsonl", host.folder / "host.jsonl"
 
     def read() -> tuple[Any, Any]:
         host.look()
         sampler.tick()
-        return rows(of_rank)[-1], rows(of_host)[-1]
+        return sampled(host.folder, "processes", "00003")[-1], sampled(host.folder, "host")[-1]
 
     first, beside = read()
     assert "job_cpu_s" not in beside  # its processes were not looked for yet
@@ -356,9 +356,9 @@ def test_a_host_a_rank_its_workers_and_the_job_are_read_as_the_kernel_counts(
 
     rank.stdin.write("\n")
     rank.wait(60)
-    lines = len(rows(of_rank))
+    lines = sampled(host.folder, "processes", "00003")
     read()
-    assert len(rows(of_rank)) == lines
+    assert sampled(host.folder, "processes", "00003") == lines
     sampler.stop()
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from dlprof import run_folder
 from dlprof.read.run import open_run
 from dlprof.read.stacks import read
 from dlprof.record.samplers.sampling import Host
@@ -110,9 +111,15 @@ for batch in DataLoader(Images(), batch_size=4, num_workers=1):
 """
 
 
+def stacks_of(rank: Path) -> tuple[Path, str]:
+    """Return the file with the stacks of a rank of this host, and what their lines begin with."""
+    run = rank.parent.parent
+    return run_folder.host_folder(run, os.uname().nodename) / run_folder.STACKS, run_folder.begins("stacks", rank.name)
+
+
 def seen(rank: Path, function: str) -> set[tuple[str, str]]:
     """Return the roles and phases in which a function was seen."""
-    table = read(rank / "stacks.txt.gz").tables["stacks"].astype({"role": str, "phase": str, "stack": str})
+    table = read(*stacks_of(rank)).tables["stacks"].astype({"role": str, "phase": str, "stack": str})
     assert not table["stack"].str.contains(r"/dlprof/(?:hooks|recorder)\.py").any()
     assert table[table["role"] == "worker"]["stack"].str.startswith("_worker_loop (").all()
     found = table[table["stack"].str.contains(f"{function} (", regex=False)]
@@ -162,7 +169,7 @@ def test_what_a_process_does_before_its_first_step_is_seen_as_its_start(tmp_path
     rank = tmp_path / "run/ranks/00000"
     assert seen(rank, "prepare") == {("start", "")}
     assert ("main", "rest") in seen(rank, "log")
-    found = read(rank / "stacks.txt.gz").facts["stacks"]
+    found = read(*stacks_of(rank)).facts["stacks"]
     assert 2 < (found["start"]["end_ns"] - found["start"]["start_ns"]) / 1e9 < 15
     assert found["bursts"] >= 1
 
@@ -173,7 +180,8 @@ import ctypes, glob, os, sys, time
 ctypes.CDLL(None).prctl(4, int(sys.argv[1]))
 print(os.getpid(), flush=True)
 until = time.monotonic() + 60
-while time.monotonic() < until and not glob.glob(os.environ["DLPROF_RUN"] + "/hosts/*/warnings.txt"):
+notes = os.environ["DLPROF_RUN"] + "/hosts/*/notes-*"
+while time.monotonic() < until and not any("warning" in open(path).read() for path in glob.glob(notes)):
     time.sleep(0.001)
 """
 
@@ -262,7 +270,7 @@ def test_between_bursts_it_does_not_look(asked: str, tmp_path: Path, monkeypatch
         assert 3 < sampler.period_s <= 5 or asked == "off"
         sampler.stop()
         process.kill()
-    assert (rank / "stacks.txt.gz").exists() == (asked == "47")
+    assert stacks_of(rank)[0].exists() == (asked == "47")
 
 
 @pytest.mark.parametrize("command", ["python train.py --note hunter2", "sh -c a\n hunter2\rb\n", 'x";thread (hunter2'])

@@ -1,0 +1,63 @@
+"""A recording has few files, however much is recorded: shared disks are slow to make one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlprof.read.run import open_run
+from dlprof.run_folder import in_hosts, in_ranks
+from tests.fixtures.jobs import launch, noted, rows, sampled, wrapped
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+TRAINS = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    for (x,) in DataLoader(TensorDataset(torch.ones(120, 8)), batch_size=4, num_workers=2):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+RANK = {"facts.json", "fetches.jsonl", "records.jsonl", "trace.json.gz"}
+HOST = {"hello.jsonl", "notes", "samples.jsonl", "stacks.jsonl"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "logs"),
+    [
+        ((), {"held", "loading", "modules", "stalls", "steps"}),
+        (("--losses", "7", "--set", "loader.prefetch_factor=3"), {"losses", "overrides"}),
+    ],
+    ids=["default", "more is asked for"],
+)
+def test_a_rank_and_a_host_leave_four_files_each(options: tuple[str, ...], logs: set[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = launch(wrapped(tmp_path / "run", [*torchrun, tmp_path / "train.py"], *options), tmp_path, timeout=240)
+    assert done.returncode == 0, done.stderr
+    for rank in in_ranks(tmp_path / "run"):
+        assert {path.name for path in rank.iterdir()} == RANK
+        found = {json.loads(line)["log"] for line in (rank / "records.jsonl").read_text().splitlines()}
+        assert logs <= found
+        assert sum(row.get("steps", 1) for row in rows(rank)) >= 60
+    (host,) = in_hosts(tmp_path / "run")
+    # Where py-spy may not look, there are no stacks.
+    assert {path.name.partition("-")[0] for path in host.iterdir()} <= HOST
+    assert sorted(word["folder"] for word in noted(host, "rank")) == ["00000", "00001"]
+    assert all(sampled(host, "processes", rank) for rank in ("00000", "00001"))
+    run = open_run(tmp_path / "run")
+    assert [rank.index for rank in run.ranks] == [0, 1]
