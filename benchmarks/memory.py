@@ -36,6 +36,7 @@ from dlprof.analysis.engine import measure
 from dlprof.analysis.memory.changes import memory_changes, memory_what_if
 from dlprof.analysis.memory.memory import memory_composition
 from dlprof.read.run import open_run
+from dlprof.run_folder import lines_of
 from simulator import folder as recordings
 from simulator import healthy, memory
 from simulator.job import Job, Memory, Optimizer, Recording
@@ -80,7 +81,7 @@ class Compared:
 
 
 def counted(held: Mapping[str, Any], also: str = "") -> dict[str, int]:
-    """Return the bytes of held.json by part, with all that the forward pass leaves as `activation`."""
+    """Return the bytes of the log `held` by part, with all that the forward pass leaves as `activation`."""
     sizes = dict.fromkeys(GOALS, 0)
     for row in held["rows"]:
         part = "activation" if row["part"] in (*_LEFT, also) else row["part"]
@@ -98,7 +99,7 @@ def compare(workload: str, folder: Path) -> Compared:
     run = folder / "run"
     wrap = [sys.executable, "-m", "dlprof", "wrap", "-o", str(run), "--no-report", "--no-sample", "--no-trace", "--"]
     _done([*wrap, *start, str(script), *options, "--steps", "24"])
-    held = json.loads((run / "ranks/00000/held.json").read_text())
+    held = json.loads(lines_of(run / "ranks/00000", "held")[-1])
     step = _position(run, held["step"])
     _done([*start, "-m", "benchmarks.allocated", str(folder), str(step), str(script), *options, "--steps", "24"])
     measured = json.loads((folder / "0.json").read_text())
@@ -107,7 +108,7 @@ def compare(workload: str, folder: Path) -> Compared:
 
 def _position(run: Path, step: int) -> int:
     """Return how many optimizer steps came before a step."""
-    lines = (run / "ranks/00000/steps.jsonl").read_text().splitlines()
+    lines = lines_of(run / "ranks/00000", "steps")
     rows = (json.loads(line) for line in lines)
     return sum(row["optimizer_steps"] for row in rows if row["step"] < step)
 

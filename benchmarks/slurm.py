@@ -27,6 +27,7 @@ from pathlib import Path
 
 from dlprof.errors import DlprofError
 from dlprof.read.run import open_run
+from dlprof.run_folder import lines_of
 from tests.fixtures.slurm import cluster, lacking, path_of
 
 PATIENCE_S = 300.0
@@ -352,10 +353,7 @@ def _recorded(path: Path) -> str:
         run = open_run(path)
     except DlprofError as error:
         return str(error)
-    steps = [
-        len(file.read_bytes().splitlines()) if (file := rank / "steps.jsonl").exists() else 0
-        for rank in sorted((path / "ranks").iterdir())
-    ]
+    steps = [len(lines_of(rank, "steps")) for rank in sorted((path / "ranks").iterdir())]
     return f"{len(run.ranks)} × {min(steps, default=0)} steps"
 
 

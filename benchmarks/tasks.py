@@ -62,15 +62,15 @@ for number in range(size):
 LOOK = """
 import json, os, sys
 from pathlib import Path
+from dlprof.record.ranks import leave_note
 from dlprof.record.samplers.sampling import Host
 run, size, here = Path("run"), int(sys.argv[1]), os.uname().nodename
 for rank in range(size):
     folder = run / "ranks" / f"{rank:05d}"
     folder.mkdir(parents=True)
     (folder / "facts.json").write_text(json.dumps({"rank": rank, "host": "elsewhere" if rank else here, "pid": 1}))
-word = run / "hosts" / here / "rank-1"
-word.parent.mkdir(parents=True)
-word.write_text("00000 1 1")
+(run / "hosts" / here).mkdir(parents=True)
+leave_note(run / "hosts" / here, "rank", pid=1, folder="00000", supervisor="1", since="1", at_ns=1)
 host = Host(run)
 opened = []
 sys.addaudithook(lambda name, args: opened.append(args[0]) if name == "open" and "facts.json" in str(args[0]) else None)

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,7 @@ def _packed(folders: Sequence[Path]) -> bytes:
 def _wanted(run: Path) -> list[Path]:
     """List the files of a run that are kept: what was recorded, not what was made of it."""
     found = [run / "run.json", *run.glob("ranks/*/*.json"), *run.glob("ranks/*/*.jsonl")]
-    found += [*run.glob("ranks/*/trace.json.gz"), *run.glob("ranks/*/stacks.txt.gz"), *run.glob("hosts/*/host.jsonl")]
+    found += [*run.glob("ranks/*/trace.json.gz"), *run.glob("hosts/*/samples.jsonl"), *run.glob("hosts/*/stacks.jsonl")]
     return sorted(path for path in set(found) if path.is_file())
 
 
@@ -242,11 +243,23 @@ def _whole(secret: str) -> str:
     return f"{first}{re.escape(secret)}(?![A-Za-z0-9])"
 
 
+# Between the stacks of two bursts as text, and between the beginning of a burst's line and its stacks.
+_BURST, _STACKS = "\x1d", "\x1e"
+_PACKED = re.compile(r'(.*)"gzip":"([A-Za-z0-9+/=]*)"}')
+
+
 def _read(path: Path) -> str:
     raw = path.read_bytes()
+    if path.name == "stacks.jsonl":
+        bursts = [found.groups() for line in raw.decode().splitlines() if (found := _PACKED.fullmatch(line))]
+        return _BURST.join(f"{begins}{_STACKS}{gzip.decompress(b64decode(text)).decode()}" for begins, text in bursts)
     return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode(errors="surrogateescape")
 
 
 def _write(path: Path, text: str) -> None:
     raw = text.encode(errors="surrogateescape")
+    if path.name == "stacks.jsonl":
+        bursts = [burst.partition(_STACKS) for burst in filter(None, text.split(_BURST))]
+        packed = [(begins, b64encode(gzip.compress(stacks.encode(), mtime=0)).decode()) for begins, _, stacks in bursts]
+        raw = "".join(f'{begins}"gzip":"{data}"}}\n' for begins, data in packed).encode()
     path.write_bytes(gzip.compress(raw, mtime=0) if path.suffix == ".gz" else raw)

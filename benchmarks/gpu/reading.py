@@ -41,12 +41,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def samples(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     """Read what was sampled of a rank's GPU."""
-    return lines(folder / "ranks" / f"{rank:05d}" / "gpu.jsonl")
+    rows = [row for path in folder.glob("hosts/*/samples.jsonl") for row in lines(path)]
+    found = [row for row in rows if (row.get("log"), row.get("rank")) == ("gpu", f"{rank:05d}")]
+    return found or lines(folder / "ranks" / f"{rank:05d}" / "gpu.jsonl")  # of an older recording
 
 
 def steps_counted(folder: Path, rank: int = 0) -> int:
     """Return how many training steps the step log holds; short ones may share a line."""
-    rows = lines(folder / "ranks" / f"{rank:05d}" / "steps.jsonl")
+    at = folder / "ranks" / f"{rank:05d}"
+    rows = [row for row in lines(at / "records.jsonl") if row.get("log") == "steps"] or lines(at / "steps.jsonl")
     return sum(int(row.get("steps") or 1) for row in rows if row.get("kind") == "train")
 
 

@@ -47,7 +47,7 @@ def placed(bench: Bench) -> None:
     bench.add(
         *judges.device(Recording(folder, {}, told)),
         holds("nvidia-smi knows it", bare(told.get("uuid")) in [bare(u) for u in uuids], f"it lists {uuids}"),
-        holds("its GPU is sampled", bool(rows), "gpu.jsonl holds no line"),
+        holds("its GPU is sampled", bool(rows), "its log holds no line"),
     )
     bench.add(of_contexts(plain_apps, apps, json.loads(plain.lines[-1][1])["pid"], told["pid"], len(bench.gpus)))
     bench.keep("setting-last", folder, "device", told)

@@ -13,11 +13,13 @@ import argparse
 import json
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import zlib
+from base64 import b64decode
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -340,7 +342,7 @@ def plant(folder: Path, chosen: Sequence[Shape], dice: random.Random, *options: 
     made = run / "made"
     made.mkdir()
     tables = ["--perfetto", "made/a.json.gz", "--csv", "made/csv", "--quiet"]
-    if (run / "ranks/00000/stacks.txt.gz").exists():  # where py-spy may look
+    if any(run.glob("hosts/*/stacks.jsonl")):  # where py-spy may look
         tables += ["--speedscope", "made/b.json"]
     _run([*dlprof, "export", str(run), *tables], run, env)
     (made / "compared.txt").write_text(_run([*dlprof, "compare", str(run), str(run)], made, env))
@@ -370,9 +372,15 @@ def held(folder: Path) -> dict[str, bytes]:
     """Return what each file below a folder holds, unpacked, and its name."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {
-        (name := str(path.relative_to(folder))): name.encode(errors="replace") + unpacked(path.read_bytes())
+        (name := str(path.relative_to(folder))): name.encode(errors="replace") + _whole(path.read_bytes())
         for path in files
     }
+
+
+def _whole(data: bytes) -> bytes:
+    """Return data unpacked, and what is packed in lines of JSON."""
+    packed = (b64decode(text) for text in re.findall(rb'"gzip":"([A-Za-z0-9+/=]*)"', data))
+    return b"\n".join([unpacked(data), *map(unpacked, packed)])
 
 
 def leaks(files: Mapping[str, bytes], secrets: Iterable[str]) -> dict[str, list[str]]:

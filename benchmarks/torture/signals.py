@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlprof.run_folder import lines_of
+
 # Handlers, what they raise, and the loop: what marks the steps, or what makes its objects anew.
 CASES = (
     ("function", "StopError", "loader"),
@@ -64,7 +66,7 @@ def run(case: tuple[str, str, str], count: int, seed: int, folder: Path | None, 
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     steps = told["ended"]
     if folder is not None:
-        rows = map(json.loads, (folder / "ranks/00000/steps.jsonl").read_text().splitlines())
+        rows = map(json.loads, lines_of(folder / "ranks/00000", "steps"))
         steps = sum(row["optimizer_steps"] for row in rows)
     ours = {frame: n for frame, n in told["frames"].items() if "/dlprof/" in frame}
     return Result(told["raised"], told["lost"], told["ended"], ours, steps, done.stderr)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from base64 import b64decode, b64encode
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -172,12 +173,12 @@ def run_folder(at: Path, host: str = "node-17.cluster.example", **facts: Any) ->
     (run / "run.json").write_text(json.dumps({"command": command, "cwd": str(at), "hosts": [host]}))
     told = {"host": host, "boot": BOOT, "env": {"PYTORCH_ALLOC_CONF": "x:1", "NCCL_SOCKET_IFNAME": "eth7"}, **facts}
     (rank / "facts.json").write_text(json.dumps({**told, "device": {"uuid": UUID}}))
-    (rank / "steps.jsonl").write_text('{"step":0,"kind":"train","dur_ns":5}\n')
-    (rank / "gpu.jsonl").write_text('{"at_ns":1,"power_w":612.5}\n')
-    (rank / "stacks.txt.gz").write_bytes(gzip.compress(f"main ({at}/train.py:3) 7\n".encode()))
+    (rank / "records.jsonl").write_text('{"log":"steps","step":0,"kind":"train","dur_ns":5}\n')
+    stacks = b64encode(gzip.compress(f"main ({at}/train.py:3) 7\n".encode())).decode()
+    (here / "stacks.jsonl").write_text(f'{{"log":"stacks","rank":"00000","gzip":"{stacks}"}}\n')
     trace = {"host_name": host, "traceEvents": [{"ts": 1795419847990977.339, "name": f"open {at}/data"}]}
     (rank / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
-    (here / "host.jsonl").write_text('{"at_ns":1,"cpu":0.5}\n')
+    (here / "samples.jsonl").write_text('{"log":"gpu","rank":"00000","at_ns":1,"power_w":612.5}\n')
     (here / "hello.jsonl").write_text('{"pid": 1}\n')
     (run / "result.json").write_text("{}")
     return run
@@ -205,19 +206,20 @@ def test_nothing_that_names_the_machine_is_kept_and_every_figure_is(tmp_path: Pa
     assert [name for name in names if name in everything and name != "/opt/venv"] == []
     rank = "ranks/00000"
     assert set(found) == {
-        "hosts/host/host.jsonl",
+        "hosts/host/samples.jsonl",
+        "hosts/host/stacks.jsonl",
         "oracle.json",
         f"{rank}/facts.json",
-        f"{rank}/gpu.jsonl",
-        f"{rank}/stacks.txt.gz",
-        f"{rank}/steps.jsonl",
+        f"{rank}/records.jsonl",
         f"{rank}/trace.json.gz",
         "run.json",
     }
     # A line that the stacks stand at is found again.
-    assert found[f"{rank}/stacks.txt.gz"] == "main (here/train.py:3) 7\n"
+    stacks = json.loads(found["hosts/host/stacks.jsonl"])
+    assert (stacks["log"], stacks["rank"]) == ("stacks", "00000")
+    assert gzip.decompress(b64decode(stacks["gzip"])) == b"main (here/train.py:3) 7\n"
     # Figures are as they were; what must agree with each other still does.
-    assert json.loads(found[f"{rank}/gpu.jsonl"])["power_w"] == 612.5
+    assert json.loads(found["hosts/host/samples.jsonl"])["power_w"] == 612.5
     facts, told = json.loads(found[f"{rank}/facts.json"]), json.loads(found["oracle.json"])
     assert facts["env"] == {"PYTORCH_ALLOC_CONF": "x:1"}
     assert facts["device"]["uuid"] == told["uuid"]
