@@ -68,7 +68,7 @@ def _recorders() -> list[Box]:
     written = defaultdict(list)
     for source in SOURCES:
         folder, _, module = source.recorder.partition("/")
-        written[folder].append(f"{module.removesuffix('.py')} → {source.files[0]}")
+        written[folder].append(f"{module.removesuffix('.py')} → {source.files[0] if not source.within else source.log}")
     beside = {"samplers": "samplers, beside the ranks"}
     return [
         *(Box(beside.get(name, f"{name}, in each rank"), sorted(lines)) for name, lines in sorted(written.items())),
