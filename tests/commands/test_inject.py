@@ -22,7 +22,18 @@ from dlprof.cli import cli
 from dlprof.live import inject
 from dlprof.live.look import mine
 from dlprof.record import joined
-from tests.fixtures.jobs import DLPROF, TORCHRUN, children, environment, launch, running, spawned, until, words
+from tests.fixtures.jobs import (
+    COMPILES_NOTHING,
+    DLPROF,
+    TORCHRUN,
+    children,
+    environment,
+    launch,
+    running,
+    spawned,
+    until,
+    words,
+)
 
 pytestmark = [
     pytest.mark.long,
@@ -30,14 +41,16 @@ pytestmark = [
 ]
 
 # Every 50 steps each rank writes its weights; at its end, what is left of us.
-JOB = """
-import hashlib, os, sys, time, torch, torch.distributed as dist
+JOB = (
+    COMPILES_NOTHING
+    + """
+import hashlib, os, sys, time, torch.distributed as dist
 torch.set_num_threads(1)
 torch.manual_seed(0)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(), torch.nn.Linear(64, 1))
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 log = open(f"{sys.argv[1]}-{rank}", "a", buffering=1)
 before, calls = dict(os.environ), torch.nn.Module.__call__
 step = 0
@@ -49,7 +62,7 @@ while not stop:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     optimizer.step()
-    time.sleep(0.004)
+    time.sleep(0.004 if sys.argv[1] != "plain" else 0)
     step += 1
     if step % 50 == 0:
         weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
@@ -60,6 +73,7 @@ dist.destroy_process_group()  # or else the first to exit may end the other's la
 print("clean", torch.nn.Module.__call__ is calls and dict(os.environ) == before and "batch" in vars(), file=log)
 os._exit(0)  # gloo's threads end a process now and then while it exits on a busy machine, without dlprof too
 """
+)
 
 
 @contextmanager
@@ -102,9 +116,9 @@ def unchanged(folder: Path, name: str) -> None:
 
 def test_a_job_is_recorded_from_its_middle_and_goes_on_as_it_was(tmp_path: Path) -> None:
     with job(tmp_path, "recorded") as (launcher, ranks):
-        done = launch([*DLPROF, "attach", "--inject", "--seconds", "8", "-o", "run", str(launcher)], tmp_path)
+        done = launch([*DLPROF, "attach", "--inject", "--seconds", "5", "-o", "run", str(launcher)], tmp_path)
         assert done.returncode == 0, done.stderr
-        assert "recording into run: the recorder is in 2 ranks and leaves after 8 s" in done.stderr
+        assert "recording into run: the recorder is in 2 ranks and leaves after 5 s" in done.stderr
         assert "report: run/report.html" in done.stdout
         time.sleep(1)
         assert all(Path(f"/proc/{rank}").exists() for rank in ranks)

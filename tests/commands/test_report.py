@@ -15,7 +15,7 @@ from dlprof.cli import cli
 from dlprof.commands.report import linked
 from dlprof.result.stored import from_json
 from tests.fixtures import traces
-from tests.fixtures.jobs import record
+from tests.fixtures.jobs import COMPILES_NOTHING, record
 
 
 def run(*words: str | Path) -> Result:
@@ -123,6 +123,7 @@ def main(model, optimizer):
         for batch in held:
             model(batch)
 
+COMPILES_NOTHING
 model = torch.nn.Linear(8, 1)
 main(model, torch.optim.SGD(model.parameters(), lr=0.01))
 """
@@ -132,7 +133,7 @@ main(model, torch.optim.SGD(model.parameters(), lr=0.01))
 def test_a_patch_of_a_real_run_is_what_git_applies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("COMPILES_NOTHING", COMPILES_NOTHING))
     record(script, folder=tmp_path / "run", options=["--no-trace"])
     monkeypatch.chdir(tmp_path)
     done = run("run", "--patch", "fix.diff")

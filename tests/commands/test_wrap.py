@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from dlprof import nsys
 from dlprof.cli import cli
 from dlprof.commands.wrap import missing_script, name_of
-from tests.fixtures.jobs import DLPROF, environment, facts, launch, until
+from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, environment, facts, launch, until
 
 TELLS = "import json, sys; print(json.dumps([sys.argv[1:], sys.orig_argv[0] == sys.executable]))"
 
@@ -62,8 +62,10 @@ def test_a_command_that_is_recorded_already_runs_as_it_is(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-TRAINS = """
-import sys, torch
+TRAINS = (
+    COMPILES_NOTHING
+    + """
+import sys
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for n in range(30):
@@ -72,6 +74,7 @@ for n in range(30):
 print("stdout is the script's")
 sys.exit(5)
 """
+)
 
 
 @pytest.mark.long

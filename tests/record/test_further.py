@@ -21,7 +21,7 @@ from dlprof.record.further import Lengths
 from dlprof.record.launch.process import started
 from tests.fixtures import runs
 from tests.fixtures.in_process import run_recorded
-from tests.fixtures.jobs import TORCHRUN, environment, facts, rows, spawned, until, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, TORCHRUN, environment, facts, rows, spawned, until, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -116,7 +116,7 @@ class Two:
         self.folder, self.run = folder, folder / "run"
         self.ranks = [self.run / "ranks" / f"{rank:05d}" for rank in range(2)]
         script = folder / "train.py"
-        script.write_text(dedent(TRAINING))
+        script.write_text(COMPILES_NOTHING + dedent(TRAINING))
         command = [sys.executable, *TORCHRUN, str(script)]
         quiet = {"env": environment(), "cwd": folder, "stdout": -3, "stderr": -3}
         plainly = folder / "plain"
