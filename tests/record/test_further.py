@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import dedent
@@ -21,7 +20,7 @@ from dlprof.record.further import Lengths
 from dlprof.record.launch.process import started
 from tests.fixtures import runs
 from tests.fixtures.in_process import run_recorded
-from tests.fixtures.jobs import COMPILES_NOTHING, TORCHRUN, environment, facts, rows, spawned, until, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, as_ranks, environment, facts, rows, spawned, until, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -117,13 +116,12 @@ class Two:
         self.ranks = [self.run / "ranks" / f"{rank:05d}" for rank in range(2)]
         script = folder / "train.py"
         script.write_text(COMPILES_NOTHING + dedent(TRAINING))
-        command = [sys.executable, *TORCHRUN, str(script)]
         quiet = {"env": environment(), "cwd": folder, "stdout": -3, "stderr": -3}
         plainly = folder / "plain"
         plainly.mkdir()
         with (
-            spawned([*command, str(_PLAIN_STEPS)], **quiet | {"cwd": plainly}),
-            spawned(wrapped(self.run, [*command, "100000"], "--no-sample", "--flops", "off"), **quiet),
+            spawned(as_ranks(script, str(_PLAIN_STEPS)), **quiet | {"cwd": plainly}),
+            spawned(wrapped(self.run, as_ranks(script, "100000"), "--no-sample", "--flops", "off"), **quiet),
         ):
             assert until((folder / "up").exists)
             self.asked = [run_dlprof("window", self.run, "--steps", "3")]
