@@ -97,7 +97,7 @@ def test_open_gives_the_page_to_the_browser(job: Path, monkeypatch: pytest.Monke
     assert opened == [(job.parent / "out" / "report.html").resolve().as_uri()]
 
 
-SCRIPT = """\
+SCRIPT = f"""\
 import time
 import torch
 from torch.utils.data import DataLoader
@@ -123,7 +123,7 @@ def main(model, optimizer):
         for batch in held:
             model(batch)
 
-COMPILES_NOTHING
+{COMPILES_NOTHING}
 model = torch.nn.Linear(8, 1)
 main(model, torch.optim.SGD(model.parameters(), lr=0.01))
 """
@@ -133,7 +133,7 @@ main(model, torch.optim.SGD(model.parameters(), lr=0.01))
 def test_a_patch_of_a_real_run_is_what_git_applies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("COMPILES_NOTHING", COMPILES_NOTHING))
+    script.write_text(SCRIPT)
     record(script, folder=tmp_path / "run", options=["--no-trace"])
     monkeypatch.chdir(tmp_path)
     done = run("run", "--patch", "fix.diff")

@@ -43,7 +43,7 @@ def test_from_a_command_to_a_patch_that_makes_the_job_faster(tmp_path: Path) -> 
     pytest.importorskip("torch", reason="recording needs torch")
     script = tiny(tmp_path, SLEEPS)
     before = script.read_text()
-    options = ["--minutes", "1", "--stop-after", "30", "--format", "json", "-o", "run"]
+    options = ["--minutes", "1.4", "--stop-after", "30", "--format", "json", "-o", "run"]
     done = launch([*DLPROF, "fix", *options, "train.py", "--lr", "0.1"], tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
