@@ -144,14 +144,14 @@ SLOW_START = (
         "model = nn.Linear(8, 1)",
         """
 def prepare():
-    busy(3)
+    busy(5)
 
 prepare()
 model = nn.Linear(8, 1)
 """,
     )
     .replace("    log()\n", "    log()\n    if time.monotonic() > until:\n        break\n")
-    .replace("for batch", "until = time.monotonic() + 3\nfor batch")
+    .replace("for batch", "until = time.monotonic() + 4\nfor batch")
 )
 
 
