@@ -224,7 +224,8 @@ def test_a_job_ends_with_the_request_or_the_client(tmp_path: Path, gone: str) ->
 
 
 @pytest.mark.long
-def test_from_a_slow_script_to_a_proven_change(tmp_path: Path) -> None:
+@pytest.mark.parametrize("proved", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_from_a_slow_script_to_a_proven_change(proved: bool, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     tiny(tmp_path, SLEEPS)
     ticks: list[float] = []
@@ -244,6 +245,8 @@ def test_from_a_slow_script_to_a_proven_change(tmp_path: Path) -> None:
             assert "DataLoader(Slow(), batch_size=8, num_workers=0)" in text
             text, _ = await call("check_advice", run=run, advice="use 2 workers")
             assert text.startswith("loader.num_workers=2 (now 0): would help\n  predicted")
+            if not proved:
+                return
             settings = "loader.num_workers=2 loader.persistent_workers=True"
             text, failed = await call("try", run=run, settings=settings, minutes=2)
             assert (failed, text.startswith("Tried: loader.num_workers="), "× measured" in text) == (False, True, True)

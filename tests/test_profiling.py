@@ -37,7 +37,6 @@ LOOPS = """
         for batch in DataLoader(Slow(*data.tensors), batch_size=2):
             train(batch)
 
-    import torch._dynamo  # sets variables, as the profiler imports it
     before = dict(os.environ)
     with dlprof.profile("run", sample="off") as p:
         loop()

@@ -285,7 +285,7 @@ def step(batch):
     loss.backward(**login("""{14}
         {15}"""))
     optimizer.step(**login({{"api_key": "{16}"}}))
-until = time.monotonic() + 8
+until = time.monotonic() + 4
 while time.monotonic() < until:
     for batch in list(login("{17}")) or loader:
         step(batch)

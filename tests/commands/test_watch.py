@@ -16,11 +16,24 @@ from click.testing import CliRunner
 
 from dlprof.cli import cli
 from dlprof.live.attach import interval
-from tests.fixtures.jobs import DLPROF, TORCHRUN, children, environment, launch, running, spawned, until, words
+from tests.fixtures.jobs import (
+    COMPILES_NOTHING,
+    DLPROF,
+    TORCHRUN,
+    children,
+    environment,
+    launch,
+    running,
+    spawned,
+    until,
+    words,
+)
 
 # A loader that takes most of the time, and as much again at the end of the training loop that no rank gets to.
-JOB = """
-import sys, time, torch, torch.distributed as dist
+JOB = (
+    COMPILES_NOTHING
+    + """
+import sys, time, torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 class Slow(Dataset):
     def __len__(self):
@@ -39,6 +52,7 @@ for batch in DataLoader(Slow(), batch_size=8, num_workers=1):
     optimizer.step()
     open("trains", "a").close()
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from dlprof import nsys
 from dlprof.cli import cli
 from dlprof.commands.wrap import missing_script, name_of
-from tests.fixtures.jobs import DLPROF, environment, facts, launch, until
+from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, environment, facts, launch, until
 
 TELLS = "import json, sys; print(json.dumps([sys.argv[1:], sys.orig_argv[0] == sys.executable]))"
 
@@ -62,8 +62,10 @@ def test_a_command_that_is_recorded_already_runs_as_it_is(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-TRAINS = """
-import sys, torch
+TRAINS = (
+    COMPILES_NOTHING
+    + """
+import sys
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for n in range(30):
@@ -72,6 +74,7 @@ for n in range(30):
 print("stdout is the script's")
 sys.exit(5)
 """
+)
 
 
 @pytest.mark.long
@@ -86,7 +89,7 @@ def test_the_verdict_is_on_stderr_and_the_exit_status_is_the_scripts(tmp_path: P
     assert (tmp_path / "run/report.html").stat().st_size > 1000
     # A report that cannot be made costs a line. A folder stands where the result should be.
     (tmp_path / "again.py").write_text("import os\nos.mkdir(os.environ['DLPROF_RUN'] + '/result.json')\n" + TRAINS)
-    done = launch([*DLPROF, "wrap", "-o", "second", "again.py"], tmp_path)
+    done = launch([*DLPROF, "wrap", "-o", "second", "--no-trace", "again.py"], tmp_path)
     assert done.returncode == 5
     assert [line for line in done.stderr.splitlines() if line.startswith("dlprof: no report: ")]
 
@@ -146,7 +149,11 @@ def test_nsys_starts_the_command_without_a_window_and_its_status_is_the_scripts(
     ]
     assert sum("no importer" in warning for warning in result["run"]["warnings"]) == 1
     # Whoever runs nsys himself keeps its device events, too.
-    launch([*DLPROF, "wrap", "-o", "own", "trains.py"], tmp_path, env=environment(NSYS_PROFILING_SESSION_ID="7"))
+    launch(
+        [*DLPROF, "wrap", "-o", "own", "--no-report", "trains.py"],
+        tmp_path,
+        env=environment(NSYS_PROFILING_SESSION_ID="7"),
+    )
     assert facts(tmp_path / "own/ranks/00000")["window"]["state"] == "nsys"
 
 

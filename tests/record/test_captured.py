@@ -221,8 +221,14 @@ def test_captures_are_no_work_of_the_step_and_the_recording_goes_on(both: Both) 
     assert rows(rank, "held")[-1]["activations"]["state"] == "counted"
     assert known["warnings"] == []
     assert both.stderr.count("\n") == 1  # where the recording goes to
-    # Overridden, a model is captured as the script has it; but jit.trace's graph is that of "jit.trace of a loss", as
-    # its file names a frame of the override.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_overridden_model_is_captured_as_the_script_has_it(both: Both) -> None:
+    """But for jit.trace, whose graph is that of "jit.trace of a loss", as its file names a frame of the override."""
+    if (TRACED, "aot") not in both.plain:
+        pytest.skip("one group is enough")
     options = ("--allow-numerics", "--set", "torch.autocast=bf16")
     overridden, stderr = captured(both.folder, "captures", "overridden", *options)
     assert {name for (step, name), result in both.plain.items() if overridden[step, name] != result} == {"jit.trace"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import dedent
@@ -20,7 +19,7 @@ from dlprof.read.run import TRACE, open_run
 from dlprof.record.further import Lengths
 from tests.fixtures import runs
 from tests.fixtures.in_process import run_recorded
-from tests.fixtures.jobs import TORCHRUN, environment, facts, rows, spawned, until, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, as_ranks, environment, facts, rows, spawned, until, wrapped
 from tests.fixtures.sampling import leave_word
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
@@ -116,14 +115,13 @@ class Two:
         self.folder, self.run = folder, folder / "run"
         self.ranks = [self.run / "ranks" / f"{rank:05d}" for rank in range(2)]
         script = folder / "train.py"
-        script.write_text(dedent(TRAINING))
-        command = [sys.executable, *TORCHRUN, str(script)]
+        script.write_text(COMPILES_NOTHING + dedent(TRAINING))
         quiet = {"env": environment(), "cwd": folder, "stdout": -3, "stderr": -3}
         plainly = folder / "plain"
         plainly.mkdir()
         with (
-            spawned([*command, str(_PLAIN_STEPS)], **quiet | {"cwd": plainly}),
-            spawned(wrapped(self.run, [*command, "100000"], "--no-sample", "--flops", "off"), **quiet),
+            spawned(as_ranks(script, str(_PLAIN_STEPS)), **quiet | {"cwd": plainly}),
+            spawned(wrapped(self.run, as_ranks(script, "100000"), "--no-sample", "--flops", "off"), **quiet),
         ):
             assert until((folder / "up").exists)
             self.asked = [run_dlprof("window", self.run, "--steps", "3")]

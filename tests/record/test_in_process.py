@@ -168,19 +168,21 @@ def test_settings_of_a_block_hold_in_it_alone_and_a_forks_child_ends_no_recordin
         print(DataLoader(data).num_workers, torch.optim.SGD(model.parameters(), lr=0.1).defaults["foreach"])
         print("DLPROF_SET" in os.environ, run.ranks)
     """
-    done = run_plainly(tiny(tmp_path, body))
+    script = tiny(tmp_path, body)
+    done = run_plainly(script)
+    made, loader = (1 + script.read_text().partition(f"    {name} = ")[0].count("\n") for name in ("made", "loader"))
     assert done.stdout.splitlines() == ["1 0 False", "0 None", "False (0,)"]
     never = "--set ddp.static_graph=True never applied"
     assert sorted(line.removeprefix("dlprof: ") for line in done.stderr.splitlines()) == [
         never,
-        "loader.num_workers 0 → 1 at train.py:30, 1 time",
-        "optimizer.foreach None → False at train.py:29, 1 time",
+        f"loader.num_workers 0 → 1 at train.py:{loader}, 1 time",
+        f"optimizer.foreach None → False at train.py:{made}, 1 time",
     ]
     info = json.loads((tmp_path / "run/run.json").read_text())
     assert info["options"]["set"] == {"loader.num_workers": 1, "optimizer.foreach": False, "ddp.static_graph": True}
     assert (info["warnings"], info["exit"]["code"]) == ([never], 0)
     applied = rows(tmp_path / "run/ranks/00000", "overrides")[-1]
-    assert applied["loader.num_workers"]["places"] == [["train.py", 30, "<module>"]]
+    assert applied["loader.num_workers"]["places"] == [["train.py", loader, "<module>"]]
     assert sum(row["optimizer_steps"] for row in rows(tmp_path / "run/ranks/00000")) == 16
 
 

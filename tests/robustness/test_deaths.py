@@ -34,11 +34,10 @@ from tests.fixtures.jobs import (
 pytest.importorskip("torch", reason="recording needs torch")
 
 # Says where it is. The window opens at step 20, records from 30 on for as long as it is told, and is then exported.
-TRAINS = """
+TRAINS = f"""
 import sys, time
 print("started", flush=True)
-import torch
-print("imported", flush=True)
+{COMPILES_NOTHING}print("imported", flush=True)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for n in range(int(sys.argv[1])):
@@ -289,14 +288,22 @@ def test_what_was_before_an_elastic_restart_is_kept_apart(tmp_path: Path) -> Non
     assert [text for text in result["warnings"] if f"restarted {last}" in text]
 
 
+# Half a gigabyte more than it has.
+TAKES_ALL = """
+import resource
+with open("/proc/self/statm") as size:
+    most = int(size.read().split()[0]) * resource.getpagesize() + (1 << 29)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+block = []
+while True:
+    block.append(bytearray(1 << 26))
+"""
+
+
 @pytest.mark.long
 def test_a_job_out_of_memory_leaves_its_recording(tmp_path: Path) -> None:
     # As where a container's limit is reached, but for the signal's sender: no memory, then the kernel.
-    body = TRAINS.replace(
-        'print("trained", flush=True)', "block = []\nwhile True:\n    block.append(bytearray(1 << 26))"
-    )
-    limits = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))\n"
-    (tmp_path / "trains.py").write_text(limits + body)
+    (tmp_path / "trains.py").write_text(TRAINS.replace('print("trained", flush=True)', TAKES_ALL))
     done = launch(wrapped(tmp_path / "run", [sys.executable, tmp_path / "trains.py", "60"], "--no-trace"), tmp_path)
     assert done.returncode == 1
     assert "MemoryError" in done.stderr

@@ -19,16 +19,27 @@ import pytest
 from dlprof.read.run import open_run
 from dlprof.record.launch import watching
 from dlprof.record.launch.watching import processes_of
-from tests.fixtures.jobs import DLPROF, TORCHRUN, environment, free_port, launch, spawned, until, words, wrapped
+from tests.fixtures.jobs import (
+    COMPILES_NOTHING,
+    DLPROF,
+    TORCHRUN,
+    environment,
+    free_port,
+    launch,
+    spawned,
+    until,
+    words,
+    wrapped,
+)
 
 pytest.importorskip("torch", reason="recording needs torch")
 
-PLANTED = Path(__file__).with_name("planted.py")
 
 # What rank 1 does, and what must be said of it. A rank that is gone is not among them: gloo
 # breaks the connection, and all end.
 WAITS = r"Rank 0 waits in all_reduce \(planted.py:{}\) for rank 1, which "
-LINES = PLANTED.read_text().splitlines()
+PLANTED = COMPILES_NOTHING + Path(__file__).with_name("planted.py").read_text()
+LINES = PLANTED.splitlines()
 
 
 def at(text: str, nth: int = 0) -> int:
@@ -60,10 +71,17 @@ HANGS = {
 }
 
 
+def planted(folder: Path) -> Path:
+    """Write the script."""
+    script = folder / "planted.py"
+    script.write_text(PLANTED)
+    return script
+
+
 @contextmanager
 def standing(folder: Path, kind: str, launcher: str, env: dict[str, str], cwd: Path | None = None) -> Iterator[Any]:
     """Start a job that will stand still, recorded into folder/run; wait until that was said. Yield what was said."""
-    script = [str(PLANTED), kind, launcher]
+    script = [str(planted(folder)), kind, launcher]
     command = wrapped(folder / "run", [sys.executable, *(TORCHRUN if launcher == "torchrun" else ()), *script])
     at = command.index("--no-report")
     command[at:at] = ["--hang", "1", "--no-trace", "--no-sample"]
@@ -91,9 +109,7 @@ def told(said: Path) -> list[str]:
         pytest.param(
             kind,
             launcher,
-            marks=pytest.mark.long
-            if (kind, launcher) in (("lock", "torchrun"), ("raised", "spawn"))
-            else pytest.mark.slow,
+            marks=pytest.mark.long if (kind, launcher) == ("raised", "spawn") else pytest.mark.slow,
         )
         for launcher in ("torchrun", "spawn")
         for kind in HANGS
@@ -149,7 +165,7 @@ def test_ranks_at_work_have_more_time(
     monkeypatch.setattr(watching, "_SELDOM_S", 0.5)
     monkeypatch.setattr(watching, "_LOOK_S", 0.5)
     run = tmp_path / "run"
-    command = wrapped(run, [sys.executable, *TORCHRUN, str(PLANTED), kind, "torchrun"])
+    command = wrapped(run, [sys.executable, *TORCHRUN, str(planted(tmp_path)), kind, "torchrun"])
     place = command.index("--no-report")
     command[place:place] = ["--hang", "off", "--no-trace", "--no-sample"]
     env = environment(PLANTED_STORE=str(tmp_path / "store"))
@@ -196,7 +212,7 @@ def test_ranks_of_two_hosts_are_told_in_one_sentence(kind: str, tmp_path: Path) 
     with ExitStack() as jobs:
         for n, file in enumerate(said):
             torchrun = [sys.executable, "-m", "torch.distributed.run", *ends, "--node-rank", str(n)]
-            command = wrapped(tmp_path / "run", [*torchrun, str(PLANTED), kind, "torchrun"])
+            command = wrapped(tmp_path / "run", [*torchrun, str(planted(tmp_path)), kind, "torchrun"])
             place = command.index("--no-report")
             command[place:place] = ["--job", "two", "--hang", "1", "--no-trace", "--no-sample"]
             on_host = [*host, "sh", "-c", f"hostname {file.name}; exec {shlex.join(command)}"]

@@ -24,7 +24,7 @@ from dlprof.read.kineto import torch_trace
 from dlprof.read.logs import read_steps
 from dlprof.read.run import open_run
 from dlprof.run_folder import log_of
-from tests.fixtures.jobs import DLPROF, environment, facts, free_port, noted, sampled
+from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, environment, facts, free_port, noted, sampled
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -47,10 +47,11 @@ def can_be_made() -> bool:
 
 
 # Trains until the samplers of both hosts have written, and for some steps at least.
-TRAINS = """
+TRAINS = (
+    COMPILES_NOTHING
+    + """
 import os, time
 from pathlib import Path
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
@@ -73,6 +74,7 @@ while goes_on:
 del model  # before its group: PyTorch and gloo may wait for each other else
 dist.destroy_process_group()
 """
+)
 
 
 def overlap(one: pd.DataFrame, other: pd.DataFrame) -> int:

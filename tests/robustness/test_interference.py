@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 
 from dlprof.read.run import open_run
-from tests.fixtures.jobs import environment, facts, record, rows
+from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, record, rows
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -27,7 +27,7 @@ def train(steps=1):
 
 def script(folder: Path, body: str, name: str = "train.py") -> Path:
     path = folder / name
-    path.write_text(SETUP + dedent(body))
+    path.write_text(COMPILES_NOTHING + SETUP + dedent(body))
     return path
 
 
@@ -212,7 +212,7 @@ OVERRIDES = {
 def test_a_model_whose_own_methods_fail_is_recorded_all_the_same(name: str, tmp_path: Path) -> None:
     override, said = OVERRIDES[name]
     loop = tmp_path / "train.py"
-    loop.write_text(f"name = {name!r}\n" + REFUSING.replace("OVERRIDE", override))
+    loop.write_text(f"{COMPILES_NOTHING}name = {name!r}\n" + REFUSING.replace("OVERRIDE", override))
     done = record(loop, folder=tmp_path / "run", options=["--window", "5,1,3"])
     assert done.stdout == "trained\n"
     rank = tmp_path / "run/ranks/00000"

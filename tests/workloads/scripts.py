@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.fixtures.jobs import as_ranks
 from tests.workloads import FOLDER
 
 _GPT = "--device=cpu --width=32 --length=16 --batch-size=8 --layers=2 --log-every=10"
@@ -42,10 +43,10 @@ def load(name: str) -> ModuleType:
 def train(
     name: str, *options: str, ranks: int = 2, limit_s: int = 180, script: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a workload, or another script in its place, under torchrun where there are to be several ranks."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    """Run a workload, or another script in its place, as so many ranks."""
+    path = script or FOLDER / f"{name}.py"
     return subprocess.run(
-        [sys.executable, *launcher, str(script or FOLDER / f"{name}.py"), *options],
+        as_ranks(path, *options, many=ranks) if ranks > 1 else [sys.executable, str(path), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

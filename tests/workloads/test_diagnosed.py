@@ -32,6 +32,7 @@ def recorded(
 
 # (workload, fault, rule, the least share, steps)
 FAULTS = (
+    ("ddp_resnet", "no_workers", "input_wait", 0.04, 30),
     ("ddp_resnet", "slow_worker", "slow_worker_batches", 0.04, 30),
     ("ddp_resnet", "python_metrics", "host_bound", 0.1, 30),
     ("ddp_resnet", "blocking_allreduce", "exposed_communication", 0.1, 30),
@@ -64,14 +65,8 @@ LIBRARIES = {"deepspeed_gpt": "deepspeed", "lightning_cnn": "lightning"}
 ONE_RANK = ("loader_variants",)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("workload", "fault", "rule", "least", "steps"),
-    [
-        ("ddp_resnet", "no_workers", "input_wait", 0.04, 30),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in FAULTS),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("workload", "fault", "rule", "least", "steps"), FAULTS)
 def test_a_planted_fault_is_found(
     tmp_path: Path, data: Path, workload: str, fault: str, rule: str, least: float, steps: int
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from dlprof.analysis.compute.rules import dense_gradient, unused_gradients
 from dlprof.record.model.parameters import Dropped
 from tests.fixtures.asking import ask
-from tests.fixtures.jobs import facts, launch, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, facts, launch, wrapped
 
 JOB = """
 import sys
@@ -37,7 +37,7 @@ for _ in range(40):
 @pytest.mark.long
 @pytest.mark.parametrize(("how", "state", "names"), [("plain", "found", ["(Sequential)"]), ("fixed", "clear", [])])
 def test_wasted_gradients_of_a_real_job(tmp_path: Path, how: str, state: str, names: list[str]) -> None:
-    (tmp_path / "train.py").write_text(JOB)
+    (tmp_path / "train.py").write_text(COMPILES_NOTHING + JOB)
     command = wrapped(tmp_path / "run", [sys.executable, tmp_path / "train.py", how])
     assert launch(command, tmp_path).returncode == 0
     told = facts(tmp_path / "run/ranks/00000")["untrained"]
@@ -94,7 +94,7 @@ for n in range(60):
 def test_gradients_that_are_thrown_away_are_counted(
     tmp_path: Path, how: str, dropped: dict[str, tuple[int, int]]
 ) -> None:
-    (tmp_path / "train.py").write_text(AGAINST)
+    (tmp_path / "train.py").write_text(COMPILES_NOTHING + AGAINST)
     command = wrapped(tmp_path / "run", [sys.executable, tmp_path / "train.py", how])
     assert launch(command, tmp_path).returncode == 0
     told = facts(tmp_path / "run/ranks/00000")["dropped"]

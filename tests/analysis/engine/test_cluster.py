@@ -82,7 +82,6 @@ def test_local_workers_that_fit_into_memory_give_what_this_process_gives(
     assert [done.ranks for done in seen] == [0, 1, 2, 3, 4]
     # It was kept by whoever read it: no cluster is asked where all is known.
     assert result(job, store=store, backend=Dask("tcp://127.0.0.1:1", pytest.fail)) == one
-    assert result(job, jobs=2) == one
 
 
 @pytest.mark.long

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import RankData
+from dlprof.analysis.engine import Maybe, RankData
 from dlprof.analysis.host import gaps, parts
 from dlprof.analysis.host import stacks as seen
 from dlprof.analysis.host import waiting as lagging
@@ -595,3 +596,41 @@ def test_what_travels_of_lines_is_bounded_and_what_never_ran_is_left_out(tmp_pat
     for path, why in ((idle, "no function that --lines names was called"), (none, "--lines")):
         with pytest.raises(NotMeasured, match=why):
             measured(path, seen.line_times).frame(seen.line_times)
+
+
+@pytest.mark.parametrize(
+    ("seen_in", "place"),
+    [
+        ({"<module>": 20, "log": 20}, "log"),  # on a tie the function
+        ({"<module>": 21, "log": 20}, "<module>"),
+        ({"<module>": 20, "log": 21}, "log"),
+        ({"<module>": 16, "log": 16}, None),  # less than a third of all
+    ],
+)
+def test_a_loop_of_no_recorded_line_is_where_most_stacks_are(seen_in: dict[str, int], place: str | None) -> None:
+    rows = [("rest", True, name, "/me/train.py", 3, alone, alone, 49) for name, alone in seen_in.items()]
+    hottest = pd.DataFrame(rows, columns=["doing", "own", "function", "file", "line", "alone", "total", "samples"])
+    row = {"after": "backward", "inner": "", "waits": 0, "turns": 9}
+    found = parts.places_of(row, {}, Maybe(list), hottest)
+    assert [one.function for one in found] == ([place] if place else [])
+
+
+@pytest.mark.parametrize(
+    ("lines", "both", "first"),
+    [
+        ([20, 20], [5, 10], 0),  # notable lines of 20 ms; the host holds up 10 and 40 ms, half and a quarter outside
+        ([0, 45], [0, 10], 1),
+        ([0, 40], [0, 10], 1),
+        ([2, 0], [0, 0], 0),  # not notable in a step of 1,000 ms
+    ],
+)
+def test_lines_that_take_longer_than_all_that_the_host_holds_up_keep_the_time_that_both_see(
+    lines: list[int], both: list[int], first: int
+) -> None:
+    between = pd.DataFrame({"rank": [0, 1], "ns": [ms * MS for ms in lines]})
+    work = pd.DataFrame({"rank": [0, 0, 1, 1], "phase": ["", "forward"] * 2, "ns": [5, 5, 1, 3]})
+    breakdown = pd.DataFrame({"rank": [0, 1], "category": "host", "ns": [10 * MS, 40 * MS]})
+    job: Any = SimpleNamespace(ranks=(0, 1), facts={0: CPU, 1: CPU})
+    frame = parts.between_twice.function(between, work, breakdown, 1_000 * MS, job)
+    assert frame["both_ns"].to_list() == [ms * MS for ms in both]
+    assert frame["lines_first"].to_list() == [first] * 2

@@ -29,6 +29,7 @@ from dlprof.analysis.modules.work import OUTSIDE
 from dlprof.read.run import open_run
 from tests.fixtures import allocator, holding, runs
 from tests.fixtures.holding import row
+from tests.fixtures.jobs import COMPILES_NOTHING
 
 LAYERS = [
     row(part, f"layers.{n}.{name}", size, kind)
@@ -209,9 +210,21 @@ for _ in range(12):
 
 def recording(folder: Path, *options: str, **script: object) -> Path:
     """Record the script with a change, and return its run."""
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(COMPILES_NOTHING + SCRIPT)
     words = [f"{name}={value!r}" for name, value in script.items()]
-    command = [sys.executable, "-P", "-m", "dlprof", "wrap", "--quiet", *options, "-o", str(folder / "run"), "--"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "dlprof",
+        "wrap",
+        "--quiet",
+        "--no-report",
+        *options,
+        "-o",
+        str(folder / "run"),
+        "--",
+    ]
     subprocess.run([*command, sys.executable, str(folder / "train.py"), *words], check=True, capture_output=True)
     return folder / "run"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
-from tests.fixtures.jobs import TORCHRUN, environment
+from tests.fixtures.jobs import as_ranks, launch
 from tests.fixtures.pipelines import alike, laid_out
 from tests.fixtures.runs import MS, asked
 from tests.fixtures.stages import STAGES
@@ -239,8 +237,7 @@ for name in ("GPipe", "Interleaved1F1B", "1F1B", "DualPipeV"):
 dist.destroy_process_group()
 """
     )
-    launcher = [sys.executable, *TORCHRUN, str(script)]
-    done = subprocess.run(launcher, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
+    done = launch(as_ranks(script), tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     for name, bubble in (("GPipe", 1 / 5), ("1F1B", 1 / 5), ("Interleaved1F1B", 1 / 9), ("DualPipeV", None)):
         frame = runs.measured(tmp_path / name, bubbles).frame(bubbles)

@@ -14,8 +14,8 @@ from dlprof.analysis.source.patches import patch_of
 from dlprof.analysis.source.where import _located
 from dlprof.result import change
 from tests.fixtures.edits import apply
+from tests.fixtures.jobs import COMPILES_NOTHING, record
 from tests.fixtures.jobs import facts as recorded_facts
-from tests.fixtures.jobs import record
 
 CPU = Recorded(device="cpu")
 
@@ -118,7 +118,7 @@ def test_a_change_that_says_why_it_has_no_edit_gets_none() -> None:
 @pytest.mark.long
 def test_a_recorded_job_computes_under_autocast_once_it_is_edited(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(TRAINS)
+    script.write_text(COMPILES_NOTHING + TRAINS)
 
     def recorded(name: str) -> Any:
         assert record(script, folder=tmp_path / name, options=["--no-trace"]).returncode == 0

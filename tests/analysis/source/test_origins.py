@@ -14,8 +14,8 @@ from dlprof.analysis.source.where import placed
 from dlprof.result import Change, Outcome, change
 from tests.analysis.source.test_where import source
 from tests.fixtures.edits import apply
+from tests.fixtures.jobs import COMPILES_NOTHING, record
 from tests.fixtures.jobs import facts as recorded_facts
-from tests.fixtures.jobs import record
 
 LOADER = "from torch.utils.data import DataLoader\n"
 PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--workers', type=int, default=0)\n"
@@ -486,7 +486,7 @@ def test_a_recorded_job_has_the_new_values_once_its_files_are_edited(tmp_path: P
     """An option, a field and two keys give four loaders their workers; each takes another value."""
     job = tmp_path / "job"
     (job / "conf").mkdir(parents=True)
-    (job / "train.py").write_text(RECORDED)
+    (job / "train.py").write_text(COMPILES_NOTHING + RECORDED)
     (job / "conf/c.yaml").write_text("# of the cluster\ndata:\n  n_workers: 0  # few\n")
     (job / "hf.json").write_text('{"output_dir": "out", "dataloader_num_workers": 0}\n')
 
@@ -528,7 +528,7 @@ main()
 def test_a_recorded_model_and_its_images_are_laid_out_by_an_edit(tmp_path: Path) -> None:
     job = tmp_path / "job"
     job.mkdir()
-    (job / "train.py").write_text(CONVOLVES)
+    (job / "train.py").write_text(COMPILES_NOTHING + CONVOLVES)
 
     def recorded(name: str) -> Any:
         record(job / "train.py", folder=tmp_path / name, options=["--no-trace"])

@@ -13,7 +13,7 @@ from dlprof.analysis.step.rules.job_failed import RULE
 from dlprof.read.run import open_run
 from tests.fixtures import runs
 from tests.fixtures.asking import ask
-from tests.fixtures.jobs import launch, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, launch, wrapped
 from tests.fixtures.runs import MS
 
 # What ends a process, and words of what the report says of it; "": no failure.
@@ -101,6 +101,7 @@ class Rows(Dataset):
         if index == 40:
             {fault}
         return torch.ones(4)
+{head}
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for x in DataLoader(Rows(), batch_size=4, num_workers=1):
@@ -124,7 +125,7 @@ def test_a_worker_that_dies_is_told_of_with_the_exit_status_kept(
     tmp_path: Path, fault: str, handler: str, words: str, line: int
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(KILLED.format(fault=fault, handler=handler))
+    script.write_text(KILLED.format(head=COMPILES_NOTHING, fault=fault, handler=handler))
     done = launch(wrapped(tmp_path / "run", [sys.executable, str(script)], "--no-trace"), tmp_path)
     assert done.returncode == 1
     found = ask(RULE, tmp_path / "run")

@@ -19,13 +19,13 @@ from tests.fixtures import runs, traces
 from tests.fixtures.jobs import DLPROF, environment, launch, running, tiny, until
 from tests.fixtures.runs import MS
 
-# Samples that take 5 ms of sleep each: workers hide them, whatever else the machine does.
+# Samples that take 3 ms of sleep each: workers hide them, whatever else the machine does.
 SLEEPS = """
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
         return 40_000
     def __getitem__(self, i):
-        time.sleep(0.005)
+        time.sleep(0.003)
         return data[i % 64]
 
 open("written", "w").close()
@@ -43,7 +43,7 @@ def test_from_a_command_to_a_patch_that_makes_the_job_faster(tmp_path: Path) -> 
     pytest.importorskip("torch", reason="recording needs torch")
     script = tiny(tmp_path, SLEEPS)
     before = script.read_text()
-    options = ["--minutes", "1.6", "--stop-after", "40", "--format", "json", "-o", "run"]
+    options = ["--minutes", "1.4", "--stop-after", "30", "--format", "json", "-o", "run"]
     done = launch([*DLPROF, "fix", *options, "train.py", "--lr", "0.1"], tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -14,7 +14,7 @@ from dlprof.read.facts import read_held
 from dlprof.record.model import tensors
 from dlprof.run_folder import log_of
 from tests.fixtures.in_process import run_plainly, run_recorded
-from tests.fixtures.jobs import COMPILES_NOTHING, TORCHRUN, facts, launch, rows, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, as_ranks, facts, launch, rows, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -316,7 +316,7 @@ def test_shards_are_what_a_rank_holds_and_a_rank_without_a_trace_counts_too(tmp_
     script = tmp_path / "job.py"
     script.write_text(COMPILES_NOTHING + LOOP + dedent(body) + EPOCH.partition("left")[0])
     options = ("--ranks", "0", "--no-sample")
-    done = launch(wrapped(tmp_path / "run", [sys.executable, *TORCHRUN, script], *options), tmp_path)
+    done = launch(wrapped(tmp_path / "run", as_ranks(script), *options), tmp_path)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         table, beside = told(tmp_path / "run", rank)

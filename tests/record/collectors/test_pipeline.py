@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from pathlib import Path
 from textwrap import dedent
@@ -18,7 +17,7 @@ from dlprof.record.recorder import Recorder
 from tests.fixtures import worlds
 from tests.fixtures.devices import Devices, Place
 from tests.fixtures.in_process import run_recorded
-from tests.fixtures.jobs import facts, launch, record, rows, wrapped
+from tests.fixtures.jobs import as_ranks, facts, launch, record, rows, wrapped
 from tests.fixtures.runs import measured
 from tests.fixtures.stages import STAGES
 
@@ -35,12 +34,11 @@ def lines(rank: Path) -> list[dict[str, Any]]:
     return rows(rank, "chunks")
 
 
-def torchrun(folder: Path, body: str, ranks: int = 2) -> Path:
+def on_ranks(folder: Path, body: str, ranks: int = 2) -> Path:
     """Record a script on some ranks, and give the run folder."""
     script = folder / "script.py"
     script.write_text(STAGES + dedent(body))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = launch(wrapped(folder / "run", [*launcher, str(script)], "--no-trace"), folder, timeout=240)
+    done = launch(wrapped(folder / "run", as_ranks(script, many=ranks), "--no-trace"), folder, timeout=240)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -55,7 +53,7 @@ def alone(folder: Path, body: str, *, warnings: int = 0) -> Path:
 @pytest.mark.long
 def test_every_schedule_leaves_each_chunk_once_within_its_step(tmp_path: Path) -> None:
     steps = 3
-    run = torchrun(
+    run = on_ranks(
         tmp_path,
         f"""
         dist.init_process_group("gloo")
@@ -128,7 +126,7 @@ def test_bubbles_of_known_size(
         step()
     dist.destroy_process_group()
     """
-    found = measured(torchrun(tmp_path, body, ranks), bubbles, stage_lengths).frame(bubbles)
+    found = measured(on_ranks(tmp_path, body, ranks), bubbles, stage_lengths).frame(bubbles)
     assert found["closed"].to_list() == pytest.approx([closed] * ranks, nan_ok=True)
     # Stages that sleep are alike: what the grid leaves idle with the passes of this run is what the schedule costs.
     assert found["scheduled"].to_list() == pytest.approx([scheduled] * ranks, abs=0.02)

@@ -18,7 +18,7 @@ from dlprof.record.device import relay
 from dlprof.record.device.kineto import Kineto
 from tests.fixtures.devices import Devices
 from tests.fixtures.in_process import in_c
-from tests.fixtures.jobs import environment
+from tests.fixtures.jobs import COMPILES_NOTHING, environment
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -88,9 +88,10 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 # Kineto says that it cannot write where there is no folder: a real error, with its chatter around it.
-JOB = """
+JOB = (
+    COMPILES_NOTHING
+    + """
 import json, os, subprocess, sys, threading, time
-import torch
 from dlprof.record.device.kineto import Kineto
 
 kineto = Kineto(on_device=True)
@@ -110,10 +111,11 @@ def end():
     kineto.close()
     print(json.dumps({"errors": kineto.errors, "level": os.environ.get("KINETO_LOG_LEVEL")}), flush=True)
 """
+)
 
 
 def run(body: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command, cwd = [sys.executable, "-c", dedent(JOB) + dedent(body)], Path.cwd()
+    command, cwd = [sys.executable, "-c", JOB + dedent(body)], Path.cwd()
     return subprocess.run(
         command, env=environment(**env), capture_output=True, text=True, timeout=120, check=False, cwd=cwd
     )

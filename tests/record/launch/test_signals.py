@@ -168,7 +168,7 @@ def test_a_signal_to_the_process_and_then_to_its_group_reaches_the_command_once(
     if shutil.which("timeout") is None:
         pytest.skip("timeout, of GNU coreutils, is not here")
     command = wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGTERM"], "--quiet")
-    process = ready(["timeout", "-s", "TERM", "6", *command], preexec_fn=os.setpgrp)
+    process = ready(["timeout", "-s", "TERM", "4", *command], preexec_fn=os.setpgrp)
     assert process.communicate(timeout=30)[0] == "SIGTERM\n"
 
 

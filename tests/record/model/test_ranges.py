@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections import Counter
 from pathlib import Path
 from textwrap import dedent
@@ -19,7 +18,7 @@ from dlprof.read.run import open_run
 from dlprof.record.model.ranges import Ranges
 from dlprof.record.step_clock import FETCH, Phases
 from tests.fixtures.in_process import run_plainly, run_recorded
-from tests.fixtures.jobs import TORCHRUN, facts, launch, record, tiny, wrapped
+from tests.fixtures.jobs import as_ranks, facts, launch, record, tiny, wrapped
 from tests.fixtures.runs import measured
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
@@ -233,7 +232,7 @@ dist.destroy_process_group()
 @pytest.mark.long
 def test_the_trace_of_gloo_tells_what_goes_where_in_an_all_to_all(tmp_path: Path) -> None:
     script = tiny(tmp_path, ALL_TO_ALL)
-    done = launch(wrapped(tmp_path / "run", [sys.executable, *TORCHRUN, script], "--window", "4,1,3"), tmp_path)
+    done = launch(wrapped(tmp_path / "run", as_ranks(script), "--window", "4,1,3"), tmp_path)
     assert done.returncode == 0, done.stderr
     frame = measured(tmp_path / "run", collectives).frame(collectives)
     for rank, of in frame[frame["collective"] == "all_to_all"].groupby("rank"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from dlprof.analysis.modules.frames import module_frames, module_rows
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import timing
 from dlprof.read.run import open_run
-from tests.fixtures.jobs import TORCHRUN, launch, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, as_ranks, launch, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -144,8 +143,8 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """Record a job, and return of a step what each exchange is, and whose parameters it moves by its size."""
     folder = tmp_path_factory.mktemp("job")
     script = folder / "train.py"
-    script.write_text(dedent(HEAD) + JOBS[request.param] + dedent(LOOP))
-    done = launch(wrapped(folder / "run", [sys.executable, *TORCHRUN, script], "--window", "6,1,4"), folder)
+    script.write_text(COMPILES_NOTHING + HEAD + JOBS[request.param] + dedent(LOOP))
+    done = launch(wrapped(folder / "run", as_ranks(script), "--window", "6,1,4"), folder)
     assert done.returncode == 0, done.stderr
     assert "dlprof: modules" not in done.stderr
     moved: list[list[tuple[str, int]]] = json.loads(done.stdout.splitlines()[-1])

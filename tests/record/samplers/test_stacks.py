@@ -24,7 +24,7 @@ from dlprof.read.run import open_run
 from dlprof.read.stacks import read
 from dlprof.record.samplers.sampling import Host
 from dlprof.record.samplers.stacks import StacksSampler, find, texts_of, without_commands
-from tests.fixtures.jobs import environment, facts, launch, spawned, until, words, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, launch, spawned, until, words, wrapped
 from tests.fixtures.sampling import leave_word
 
 
@@ -76,9 +76,10 @@ def looks(folder: Path) -> bool:
     return False
 
 
-TRAIN = """
+TRAIN = (
+    COMPILES_NOTHING
+    + """
 import os, sys, time
-import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -109,6 +110,7 @@ for batch in DataLoader(Images(), batch_size=4, num_workers=1):
     optimizer.step()
     log()
 """
+)
 
 
 def stacks_of(rank: Path) -> tuple[Path, str]:
