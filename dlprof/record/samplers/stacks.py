@@ -109,7 +109,7 @@ class StacksSampler(Sampler):
         for rank in self.host.ranks:
             if rank not in self._spies:
                 spy = self._starting.pop(rank.pid, None) or _Spy(self._command, self._rate, rank.pid, self.host.run)
-                spy.announce(self.host.log("stacks", rank, STACKS))
+                spy.announce(self.host.log("stacks", rank, STACKS), self.host.run / "ranks" / rank.name)
                 self._spies[rank] = spy
         with suppress(OSError, ValueError):
             self._look_at_starts()
@@ -174,7 +174,7 @@ class _Spy:
         self._command += ["--full-filenames", "--format", "raw"]
         self._rate = rate
         self._log: Part | None = None
-        self._run = run
+        self._of = run  # what it looks at, in the name of what py-spy writes into
         self._starts = False  # whether the burst that runs, or is over, is of the start
         self._seen = -1  # what py-spy writes into: no file, since the command lines in it must not reach the disk
         self._process: subprocess.Popen[bytes] | None = None
@@ -194,9 +194,9 @@ class _Spy:
     def wait_s(self) -> float:
         return 0.0 if self.running else self._next - time.monotonic()
 
-    def announce(self, log: Part) -> None:
+    def announce(self, log: Part, folder: Path) -> None:
         """The process is a rank now: the burst of its start ends, and those of the rank follow."""
-        self._log = log
+        self._log, self._of = log, folder
         self._next = 0.0
         self.interrupt()
 
@@ -243,7 +243,7 @@ class _Spy:
         self._begun_ns = time.time_ns()
         self._starts = self._log is None
         rate, seconds = (_START_RATE, _START_MOST_S) if self._starts else (self._rate, self._seconds)
-        self._seen = os.memfd_create(str(self._run)[-200:])
+        self._seen = os.memfd_create(str(self._of)[-200:])
         self._process = subprocess.Popen(
             [
                 *(*self._command, "--rate", str(rate)),
