@@ -258,6 +258,15 @@ IDIOMS: tuple[Idiom, ...] = (
         frames=r"[/\\]subprocess\.py",
     ),
     Idiom(
+        "program_in_step",
+        "starts a program in every step",
+        "ask in Python (`psutil`, `torch.cuda.memory_stats`), in the steps that are shown",
+        "https://psutil.readthedocs.io/en/latest/",
+        LOOP,
+        source=r"\b(subprocess\.\w+|os\.(system|popen))\(",
+        frames=r"[/\\]subprocess\.py",
+    ),
+    Idiom(
         "folders_listed_again",
         "lists a folder for every sample",
         "list it once, in `__init__`",
@@ -500,9 +509,11 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "sound_decoded",
         "decodes or resamples sound",
-        "resample once, before training, and store what is used",
+        "read only what is used of it (setpos and readframes(n), frame_offset and num_frames, offset and duration);"
+        " resample once, before training, and store what is used",
         "https://docs.pytorch.org/audio/stable/index.html",
         DATA,
+        source=r"\.readframes\(|\b(librosa|torchaudio)\.load\(|\b(sf|soundfile)\.read\(|\bwavfile\.read\(",
         frames=r"(librosa|torchaudio|soundfile|audioread|resampy)[/\\.]",
         first=False,
     ),
@@ -889,6 +900,14 @@ IDIOMS: tuple[Idiom, ...] = (
         "https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html",
         LOOP,
         source=r"\bin .*\bautograd\.grad\(|\.split\(1\)",
+    ),
+    Idiom(
+        "diagonal_covariance",
+        "factors a covariance that is diagonal as if it were full, and solves with it for each row",
+        "`torch.distributions.Independent(torch.distributions.Normal(mean, std), 1)`, whose parts need neither",
+        "https://docs.pytorch.org/docs/stable/distributions.html#independent",
+        LOOP,
+        source=r"\bMultivariateNormal\(.*\bdiag(_embed|onal)?\(",
     ),
     Idiom(
         "separable_kernel",

@@ -86,6 +86,10 @@ LINES = [
         "colours_at_full_size",
     ),
     ("worker", 'image = Image.open(path).convert("…")', "", "picture_decoded"),
+    ("rest", "rss = subprocess.run(command, capture_output=True).stdout", "", "program_in_step"),
+    ("worker", "audio = np.frombuffer(file.readframes(count), dtype='<i2')", "", "sound_decoded"),
+    ("rest", "return MultivariateNormal(mean, torch.diag_embed(variance))", "", "diagonal_covariance"),
+    ("rest", "dist = MultivariateNormal(mean, torch.diag(variance))", "", "diagonal_covariance"),
     ("worker", "image = image.resize((224, 224))", "", "picture_resized"),
     (
         "worker",

@@ -205,7 +205,7 @@ Way = tuple[tuple[str, str, int], ...]
 _MOSTLY = 0.7
 
 # A function that PyTorch wraps, as by `torch.no_grad()`, is called by the line before.
-_DECORATES = re.compile(r"decorate_context|wrapper|inner|_fn$")
+_DECORATES = re.compile(r"(^|\.)(decorate_context|wrapper|inner|_fn)$")
 
 
 def training_functions(stacks: Iterable[tuple[str, list[str], int]]) -> set[tuple[str, str]]:
@@ -231,7 +231,7 @@ def callers(stack: list[str], at: int, trains: set[tuple[str, str]]) -> Way:
             break
         if is_own(frame[2]):
             way.append((frame[1], frame[2], int(frame[3])))
-        elif not _DECORATES.match(frame[1]):
+        elif not _DECORATES.search(frame[1]):
             break
         if way[-1][:2] in trains:
             break
@@ -272,7 +272,11 @@ def own_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RANK
             seen[place] += n
             ways[place][callers(stack, at, training)] += n
     directory = str(rank.facts.get("directory") or "")
-    rows = [(*at, usual(ways[at], directory), n, samples[at[0]]) for at, n in seen.most_common(MOST_CALLS)]
+    rows = [
+        (doing, function, file.removeprefix(directory), line, trains, usual(ways[at], directory), n, samples[doing])
+        for at, n in seen.most_common(MOST_CALLS)
+        for doing, function, file, line, trains in (at,)
+    ]
     return pd.DataFrame(rows, columns=["doing", "function", "file", "line", "trains", "callers", "seen", "samples"])
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis import settings
+from dlprof.analysis import idioms, settings
 from dlprof.analysis.communication.blame import blame
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank, maybe, needs
 from dlprof.analysis.input.fetch_replay import (
@@ -508,7 +508,7 @@ def faster_loader(
     helps = plan.sure and plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns, LARGER_PART * gain)
     if line is not None and costly != PINNING:
         share = line.share
-        known = line.idiom is not None and line.idiom.first
+        known = line.idiom is not None and line.idiom.first and line.idiom.name != idioms.LOOPS
         kept = kept_samples.or_none() if costly == SAMPLES and not known else None
         line_ns = saved_by(lambda times: times.cheaper(1.0 - share)) if kept is None else cheaper
         least = plan.gain_ns * (_UNKNOWN if line.idiom is None and kept is None else _NEEDLESS)

@@ -75,7 +75,7 @@ def test_the_costliest_line_is_named_with_what_it_is_known_to_be(
 
 
 MODEL = "_call_impl (/v/lib/python3.11/site-packages/torch/nn/modules/module.py:1700)"
-NO_GRAD = "decorate_context (/v/lib/python3.11/site-packages/torch/utils/_contextlib.py:120)"
+NO_GRAD = "context_decorator.<locals>.decorate_context (/v/lib/python3.11/site-packages/torch/utils/_contextlib.py:120)"
 MAIN = 'process 10:"python train.py";thread (0x1): MainThread;<module> (/w/train.py:90)'
 EPOCH = f"{MAIN};epoch (/w/train.py:{{}})"
 SCORE = "update (/w/metric.py:12);distance (/w/metric.py:5)"

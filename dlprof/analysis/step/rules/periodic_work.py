@@ -20,12 +20,13 @@ import math
 
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.host.stacks import hottest, hottest_own
+from dlprof.analysis.host.stacks import NOTABLE_SHARE, hottest, hottest_own, own_lines
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import costliest, costly_lines
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.timeline.stalls import PERIODIC, periodic
 from dlprof.analysis.timeline.steps import mean_step_ns
+from dlprof.result import Place
 from dlprof.units import count, digits, duration, percent
 
 # The phase in which steps are longer, in words.
@@ -47,8 +48,8 @@ _GENERATE = (
 
 # Of a model that is known to read no sequences.
 _EVALUATE = (
-    "evaluate under `torch.inference_mode()`, in larger batches; the training set needs no pass of its own: sum up its"
-    " loss and hits while it is trained on"
+    "evaluate under `torch.inference_mode()`, in larger batches; keep what comes out the same each time, as features of"
+    " the same pictures; the training set needs no pass of its own: sum up its loss and hits while it is trained on"
 )
 
 _COLUMNS = {"every": "one step in", "steps": "such steps", "extra_ns": "longer by_ns"}
@@ -72,6 +73,7 @@ def explain(
     periodic: Frame = needs(periodic),
     hottest: Maybe[Frame] = maybe(hottest),
     costly_lines: Maybe[Frame] = maybe(costly_lines),
+    own_lines: Maybe[Frame] = maybe(own_lines),
     mean_step_ns: float = needs(mean_step_ns),
     job: Job = needs(JOB),
 ) -> Explanation:
@@ -106,12 +108,28 @@ def explain(
             change(f"do it every {2 * every} steps: {percent(share / 2)} of the step is saved", training=True),
         ),
         at_most=True,
+        where=_aside(own_lines, rank, phase),
         evidence=table(f"Steps that are longer at a fixed interval, rank {rank}", shown, _COLUMNS),
         sure=f"Measured over {count(int(first['steps']), 'such step')} and all others; the saving is all of it gone,"
         f" the most that any change can give. Done {digits(float(rarer))} × as rarely, it would be"
         f" {percent(share / rarer)} of the step.",
         verdict=f"{percent(share)} of the mean step goes to what the script does every {every}th step.",
     )
+
+
+def _aside(own_lines: Maybe[Frame], rank: int, phase: str) -> tuple[Place, ...]:
+    """Return the line that most often begins a phase in a function which does not train, if that is notable."""
+    frame = own_lines.or_none()
+    if frame is None:
+        return ()
+    mine = frame[frame["rank"] == rank]
+    of = mine["function"] + "\0" + mine["file"]
+    trains = of[mine["doing"].isin(("backward", "optimizer"))]
+    aside = mine[(mine["doing"] == phase) & ~of.isin(trains)]
+    if phase != "forward" or not len(aside) or aside["seen"].max() < NOTABLE_SHARE * aside["samples"].max():
+        return ()
+    top = aside.iloc[int(aside["seen"].to_numpy().argmax())]
+    return (Place(str(top["file"]), int(top["line"]), str(top["function"])),)
 
 
 RULE = Rule("Work every n-th step", check, explain, saves_from=(PERIODIC,))
