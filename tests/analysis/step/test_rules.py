@@ -89,16 +89,26 @@ def unused(ms: int) -> list[dict[str, Any]]:
 ROLL_OUT = f"{MAIN};main (/me/rl.py:30);roll_out (/me/rl.py:20);simulate (/me/rl.py:12) 80\n"
 
 
-def rolling(every: int, *extra: int, first: int = 10, stacks: str = "", forwards: int = 0, **facts: object) -> Make:
+SCORED = (
+    f"{MAIN};main (/me/rl.py:30);score (/me/rl.py:25);_call_impl (/v/site-packages/torch/nn/modules/module.py:9) 60\n"
+)
+SCORED += f"{MAIN};main (/me/rl.py:29);_call_impl (/v/site-packages/torch/nn/modules/module.py:9) 40\n"
+SCORED += f"{MAIN};main (/me/rl.py:31);backward (/v/site-packages/torch/_tensor.py:6) 40\n"
+
+
+def rolling(
+    every: int, *extra: int, first: int = 10, stacks: str = "", forwards: int = 0, phase: str = "", **facts: object
+) -> Make:
     """Return what makes ranks of 203 steps of 10 ms, or the first of other steps, that are longer every so often.
 
-    They then have so many forward passes more.
+    They then have so many forward passes more. `phase`: in which they are longer, "": in none.
     """
     ranks: list[Any] = []
     for rank, ms in enumerate(extra):
         longer = [n % every == 0 for n in range(203)]
         steps = [
             light(n, ((10 if rank else first) + ms * more) * MS, forwards=1 + forwards * more)
+            | ({f"{phase}_ns": ms * more * MS} if phase else {})
             for n, more in enumerate(longer)
         ]
         ranks.append((None, steps, {**runs.CPU, "pid": 10, **facts}))
@@ -231,6 +241,7 @@ CASES = [
          verdict="49 % of the mean step goes to what the script does every 16th step.",
          says=("One step in 16 takes 160.0 ms longer", "simulate (rl.py:12)",
                "do it every 32 steps: 24 % of the step is saved", "Done 32 × as rarely, it would be 1.5 %")),
+    case("an evaluation", PERIODIC, rolling(16, 160, stacks=SCORED, forwards=9, phase="forward"), lines=[25, 30]),
     case("one rank does more of it", PERIODIC, rolling(10, 0, 100), ranks=(1,), saving=pytest.approx(10, rel=0.06)),
     # Without it the first rank sets the pace; what is lost is all of it.
     case("beside a slower rank", PERIODIC, rolling(10, 0, 100, first=15), ranks=(1,), saving=5.0, lost_share=10 / 17.5,
