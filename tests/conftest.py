@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ STARTS_JOBS = ("benchmarks", "browser", "commands", "frameworks", "record", "rob
 
 # How many times as long as the others tests with these marks take, roughly.
 LASTS = (("slow", 300), ("long", 60))
+
+
+@pytest.fixture(autouse=True)
+def _no_configuration() -> Iterator[None]:
+    """Let no command that a test runs in this process keep the next ones from reading their own pyproject.toml."""
+    yield
+    os.environ.pop("DLPROF_CONFIG", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

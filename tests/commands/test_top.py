@@ -21,6 +21,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
+from dlprof.run_folder import RECORDS, lines_of
 from tests.fixtures.followed import MS, begin, rank, steps
 from tests.fixtures.jobs import DLPROF, environment, launch, rows, spawned, tiny, until, wrapped
 
@@ -45,8 +46,8 @@ def training(folder: Path) -> Iterator[Any]:
         assert job.stdin is not None
         assert job.stdout is not None
         assert job.stdout.readline() == "trained\n"
-        log = folder / "run" / "ranks" / "00000" / "steps.jsonl"
-        assert until(lambda: log.exists() and len(log.read_text().splitlines()) >= 12)
+        rank = folder / "run" / "ranks" / "00000"
+        assert until(lambda: (rank / RECORDS).exists() and len(lines_of(rank, "steps")) >= 12)
         yield job
         job.stdin.write("\n")
         job.stdin.flush()

@@ -18,7 +18,7 @@ from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import timing
 from dlprof.read.run import open_run
 from tests.fixtures import layers, runs, traces
-from tests.fixtures.jobs import COMPILES_NOTHING, as_ranks, launch, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, as_ranks, launch, rows, wrapped
 from tests.fixtures.traces import AUTOGRAD
 
 MODULES = [
@@ -132,7 +132,7 @@ def test_what_fsdp_moves_is_for_the_module_that_it_shards(tmp_path: Path) -> Non
     # One gather forward and one back, and the reduction of the gradients; the outermost one keeps what it gathered.
     assert exchanged.loc["last", "calls"] == exchanged.loc["body.2", "calls"]
     assert exchanged.loc["last", "exposed_ns"] > 0
-    told = [json.loads(line) for line in (tmp_path / "run/ranks/00001/modules.jsonl").read_text().splitlines()]
+    told = rows(tmp_path / "run/ranks/00001", "modules")
     assert {row["path"] for row in told if row["sharded"]} == {"", "body.2", "last"}
     backward = work[work["part"] == "backward"].set_index("path")
     assert set(backward.index) >= {"first", "body.0", "body.1", "body.2", "last"}
