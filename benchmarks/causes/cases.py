@@ -167,7 +167,7 @@ CASES: tuple[Case, ...] = (
     Case("load_curves", "gluonts 2052", ("input_wait",), ("once",)),
     Case("brain_register", "DeepReg 604", ("costly_line", "needless_products"), ("one line after the other", "separa")),
     Case("session_gru", "pyGRU4REC 4", ("one_hot_input", "needless_products"), ("mbedding",)),
-    Case("ant_ppo", "PPO-PyTorch 60", ("costly_line", "host_bound", "needless_products"), ("Independent", "Normal(")),
+    Case("ant_ppo", "PPO-PyTorch 60", ("costly_line", "step_python"), ("Independent", "Normal(")),
     Case("paper_topics", "dgl 2612", ("needless_products", "costly_line"), ("once",)),
     Case("chat_lora", "peft 2894", ("gc_pauses", "step_python"), ("gc.collect",)),
     Case("leaf_disease", "pytorch-lightning 189", ("step_python", "host_bound"), ("steps that are shown", "every k")),

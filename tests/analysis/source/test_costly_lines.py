@@ -88,6 +88,11 @@ SCORE = "update (/w/metric.py:12);distance (/w/metric.py:5)"
         (f"{EPOCH.format(70)};{NO_GRAD};{SCORE}", [("update", "metric.py", 12), ("epoch", "train.py", 70)]),
         (f"{EPOCH.format(70)};distance (/w/metric.py:9);distance (/w/metric.py:5)", [("epoch", "train.py", 70)]),
         (EPOCH.format(70), []),  # in the loop itself
+        # The body of an expression is in its function.
+        (
+            f"{EPOCH.format(70)};update (/w/metric.py:12);update.<locals>.<listcomp> (/w/metric.py:12)",
+            [("epoch", "train.py", 70)],
+        ),
         # The script's `model(x)` leads to every line of the model, and says nothing.
         (
             f"{EPOCH.format(60)};{MODEL};forward (/w/net.py:8);{SCORE}",
