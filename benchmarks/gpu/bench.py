@@ -57,6 +57,14 @@ class Bench:
         """What is left of the check's time."""
         return self.ends - time.monotonic() - _RESERVE_S
 
+    @property
+    def usual(self) -> dict[str, str]:
+        """Changes to the environment of every job.
+
+        A rehearsal shares its cores with whatever else runs: threads that wait for each other there wait for long.
+        """
+        return {"OMP_NUM_THREADS": "1"} if self.rehearsal else {}
+
     def pick(self, gpu: Size, rehearsal: Size) -> Size:
         """Return a size: that for a GPU, or the small one of a rehearsal."""
         return rehearsal if self.rehearsal else gpu
@@ -79,9 +87,7 @@ class Bench:
 
     def run(self, words: Sequence[str | Path], limit_s: float = 60.0, changes: Changes = None) -> Ended:
         """Run a command in the check's folder, within what is left of its time."""
-        # A rehearsal shares its cores with whatever else runs: threads that wait for each other there wait for long.
-        usual = {"OMP_NUM_THREADS": "1"} if self.rehearsal else {}
-        return jobs.run(words, self.work, min(limit_s, self.left_s), usual | dict(changes or {}))
+        return jobs.run(words, self.work, min(limit_s, self.left_s), self.usual | dict(changes or {}))
 
     def plain(self, script: Path, *args: str | Path, limit_s: float = 60.0) -> Ended:
         """Run a script without dlprof; raise JobFailedError where it fails."""

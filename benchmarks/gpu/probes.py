@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -85,6 +87,9 @@ def marked_tests(bench: Bench) -> None:
         "-raR",
         f"--junitxml={report}",
     ]
+    # Each of them imports torch, and starts CUDA, in processes of its own: that is what takes their time.
+    if importlib.util.find_spec("xdist") is not None:
+        words += ["-n", str(max(1, (os.cpu_count() or 1) // 2))]
     ended = bench.run(python(*words, f"--rootdir={jobs.ROOT}", *files), bench.left_s)
     if not report.exists():
         raise jobs.JobFailedError(f"pytest: {jobs.how(ended)}", jobs.tail(ended))

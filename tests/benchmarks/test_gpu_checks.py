@@ -22,6 +22,7 @@ from benchmarks.gpu import (
     fixtures,
     jobs,
     overhead,
+    patches,
 )
 from benchmarks.gpu.jobs import Ended, python, run
 from dlprof.commands.run import constant, count_gpus, workloads
@@ -333,6 +334,34 @@ def test_one_more_wait_than_without_dlprof_fails() -> None:
     assert [part for part, state in states(allocates).items() if state == "failed"] == [
         "no memory taken from the GPU or given back"
     ]
+
+
+def fix_of(**changes: Any) -> dict[str, Any]:
+    """What `dlprof fix --format json` says of a patch that it kept."""
+    measured = {"ratio": 1.5, "low": 1.45, "high": 1.55, "pairs": 3}
+    best = {"settings": {"optimizer.fused": True}, "losses": "equal", "measured": measured}
+    said = {"best": best, "fix": {"patch": "fix.patch", "words": []}, "attempts": [], "why": "", "state": "found"}
+    return {**said, **changes}
+
+
+@pytest.mark.parametrize(
+    ("said", "fixed_ms", "failed"),
+    [
+        (fix_of(), 20.0, []),
+        (fix_of(), 22.5, ["gain of the patched script"]),
+        (fix_of(), 17.9, ["gain of the patched script"]),
+        (fix_of(best=fix_of()["best"] | {"losses": "differ"}), 20.0, ["losses"]),
+        (fix_of(best=fix_of()["best"] | {"settings": {"loader.num_workers": 2}}), 20.0, ["kept"]),
+        (fix_of(fix={"patch": None, "words": ["set it"]}), 20.0, ["a patch"]),
+        (fix_of(best=None), 20.0, ["kept"]),
+    ],
+    ids=["right", "less", "more", "losses differ", "another change", "in words", "nothing"],
+)
+def test_a_patch_must_mend_the_mistake_and_give_what_was_printed(
+    said: dict[str, Any], fixed_ms: float, failed: list[str]
+) -> None:
+    parts = patches.of_fix(said, ("optimizer.fused",), [30.0, 30.0], [fixed_ms])
+    assert [part.name for part in parts if part.state == "failed"] == failed
 
 
 def job_ended(code: int | None, out: str = "", errors: str = "") -> Ended:
