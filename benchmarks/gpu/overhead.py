@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.gpu import timing
-from benchmarks.gpu.bench import WORKLOADS, Bench, Changes
+from benchmarks.gpu.bench import SCRIPTS, WORKLOADS, Bench, Changes
 from benchmarks.gpu.jobs import Ended, environment, must, python
 from benchmarks.gpu.outcome import Part, above, below, holds, same, skipped
 
@@ -38,20 +40,35 @@ _CALL = re.compile(r"^(\d+\.\d+) (\w+)$")
 
 
 def step(bench: Bench) -> None:
-    """Run the job plain, with the step log alone, and with all sources, in turn; at least two rounds."""
+    """Run the job plain, with the step log alone, and with all sources, in turn; at least two rounds.
+
+    All of them begin at once and import, while nothing is timed; each then waits for its turn.
+    """
     args: Sequence[str] = ("--device", bench.device, "--steps", "160", "--log-every", "10", *bench.pick((), _REHEARSED))
+    ways, rounds = list(WAYS), bench.pick(MOST_ROUNDS, 1)
+    runs = [(way, f"{way}-{n}") for n in range(rounds) for way in ways[n % len(ways) :] + ways[: n % len(ways)]]
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     longest = 0.0
-    for number in range(bench.pick(MOST_ROUNDS, 1)):
-        if number >= 2 and bench.left_s < 1.2 * longest:
-            break
-        before = bench.left_s
-        order = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
-        for way in order:
-            ended = run(bench, way, f"{way}-{number}", args)
-            times[way].append(timing.step_ms_of_lines(ended.lines, AFTER_STEP))
-            print(f"  round {number}, {way}: {times[way][-1]:.3f} ms", flush=True)
-        longest = max(longest, before - bench.left_s)
+    with ThreadPoolExecutor(len(runs)) as pool:
+        ends = [pool.submit(run, bench, way, name, args, turn=bench.work / f"{name}.turn") for way, name in runs]
+        try:
+            while not all(
+                (bench.work / f"{name}.turn.ready").exists() or end.done()
+                for end, (_, name) in zip(ends, runs, strict=True)
+            ):
+                time.sleep(0.05)
+            for n, (end, (way, name)) in enumerate(zip(ends, runs, strict=True)):
+                if n >= 2 * len(ways) and n % len(ways) == 0 and bench.left_s < 1.2 * len(ways) * longest:
+                    break
+                began = time.monotonic()
+                (bench.work / f"{name}.turn.go").touch()
+                times[way].append(timing.step_ms_of_lines(end.result().lines, AFTER_STEP))
+                print(f"  {name}: {times[way][-1]:.3f} ms", flush=True)
+                longest = max(longest, time.monotonic() - began)
+        finally:
+            for _, name in runs:
+                if not (go := bench.work / f"{name}.turn.go").exists():
+                    go.write_text("no time left")
     bench.add(*of_times(times))
     places = f"{Path(sys.executable).parent}{os.pathsep}{environment(os.environ)['PATH']}"  # as dlprof looks for it
     if shutil.which("py-spy", path=places) is None:
@@ -142,13 +159,16 @@ def of_calls(counts: Mapping[str, Counter[str]], reads: int) -> list[Part]:
     return parts
 
 
-def run(bench: Bench, way: str, name: str, args: Sequence[str], changes: Changes = None) -> Ended:
-    """Run the job one way, and return how it ended."""
-    words = python(SCRIPT, *args)
+def run(
+    bench: Bench, way: str, name: str, args: Sequence[str], changes: Changes = None, turn: Path | None = None
+) -> Ended:
+    """Run the job one way, and return how it ended; with `turn` it waits for the file of this name and .go."""
+    words = python(SCRIPT, *args) if turn is None else python(SCRIPTS / "waits.py", turn, SCRIPT, *args)
+    limit_s = 60.0 if turn is None else 3600.0
     options = WAYS[way]
     if options is None:
-        return must(f"{name}: the plain job", bench.run(words, changes=changes))
-    folder, ended = bench.record(name, words, *options, changes=changes)
+        return must(f"{name}: the plain job", bench.run(words, limit_s, changes))
+    folder, ended = bench.record(name, words, *options, limit_s=limit_s, changes=changes)
     must(f"{name}: the job under dlprof", ended)
     shutil.rmtree(folder, ignore_errors=True)
     return ended
