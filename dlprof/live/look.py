@@ -395,6 +395,8 @@ _ROLES = tuple((rule.what, re.compile(rule.file), re.compile(rule.function)) for
 WAITS = re.compile(r"\.(wait|synchronize|item|cpu|tolist|numpy)\(")
 _SPINS = ("synchronize", "item", "cpu", "tolist")  # who waits for a GPU asks it again and again, and keeps a core busy
 
+_RECORDER = re.compile(r"(?:^|/)dlprof/record/")
+
 # Where Python waits for another thread or process, innermost.
 _LOCKS = re.compile(r"(?:^|/)(?:threading|queue|selectors|subprocess|multiprocessing/\w+|concurrent/.+)\.py$")
 _LOCK_TEXT = re.compile(r"\bacquire\(|^with .*lock|\block\b", re.I)
@@ -428,7 +430,8 @@ def doing(process: Process) -> Doing:
     main = next((thread for thread in process.threads if thread.main), None)
     if main is None:
         return Doing("rank" if process.torch else "other", "unknown")
-    idle = not any(thread.active for thread in process.threads) and process.state != "R"
+    # A thread of the recorder works in its own right, as when it answers `dlprof hang`.
+    idle = not any(thread.active for thread in process.threads if not _records(thread)) and process.state != "R"
     own = next((frame for frame in main.frames if is_own(frame.file)), None)
     file, line, function = (own.file, own.line, own.function) if own else ("", 0, "")
     text = process.texts.get((file, line), "")
@@ -441,6 +444,10 @@ def doing(process: Process) -> Doing:
         elif idle and (_LOCKS.search(innermost.file) or _LOCK_TEXT.search(text)):
             what = "lock"
     return Doing(role_of(process), what, name, file, line, text, function, idle)
+
+
+def _records(thread: Thread) -> bool:
+    return not thread.main and any(_RECORDER.search(frame.file) for frame in thread.frames)
 
 
 def activity(frames: Sequence[Frame]) -> tuple[str, str]:

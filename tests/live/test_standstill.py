@@ -152,6 +152,16 @@ def test_who_waits_for_a_gpu_keeps_a_core_busy(stack: str, text: str, gpu: bool,
     assert standstill(seen).why == f"Rank 0 {sentence}."
 
 
+@pytest.mark.parametrize(
+    ("file", "idle"),
+    [("/venv/lib/python3.11/site-packages/dlprof/record/failures.py", True), (OWN, False)],
+)
+def test_a_thread_of_the_recorder_keeps_no_rank_busy(file: str, idle: bool) -> None:
+    one = process("code", text="print(loss.item())")
+    beside = Thread("beside", False, True, False, (Frame("run", file, 1), Frame("run", "/usr/lib/threading.py", 9)))
+    assert doing(replace(one, threads=(*one.threads, beside))).idle == idle
+
+
 @pytest.mark.parametrize("stack", STACKS)
 def test_whatever_a_rank_does_has_a_word_and_a_sentence(stack: str) -> None:
     rank = process(stack)
