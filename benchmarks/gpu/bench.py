@@ -89,6 +89,18 @@ class Bench:
         """Run a command in the check's folder, within what is left of its time."""
         return jobs.run(words, self.work, min(limit_s, self.left_s), self.usual | dict(changes or {}))
 
+    def beside(self, words: Sequence[str | Path]) -> jobs.Beside:
+        """Start a job that runs beside, while the check's time is not over."""
+        return jobs.Beside(words, self.work, self.left_s, self.usual)
+
+    def dlprof(self, *words: str | Path, changes: Changes = None) -> Ended:
+        """Run a command of dlprof."""
+        return self.run(python("-m", "dlprof", *words), changes=changes)
+
+    def told(self, *words: str | Path) -> Any:
+        """Return what a command of dlprof says as JSON; raise JobFailedError where it fails."""
+        return json.loads(must(f"dlprof {words[0]}", self.dlprof(*words, "--format", "json")).out)
+
     def plain(self, script: Path, *args: str | Path, limit_s: float = 60.0) -> Ended:
         """Run a script without dlprof; raise JobFailedError where it fails."""
         return must(f"{script.name} without dlprof", self.run(python(script, *args), limit_s))

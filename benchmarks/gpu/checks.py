@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.gpu import advice, asynchronous, faults, modes, overhead, patches, probes, ranks, rates, settings
+from benchmarks.gpu import (
+    advice,
+    asynchronous,
+    faults,
+    live,
+    modes,
+    overhead,
+    patches,
+    probes,
+    ranks,
+    rates,
+    settings,
+)
 from benchmarks.gpu.bench import Bench
 
 
@@ -78,6 +90,13 @@ CHECKS: tuple[Check, ...] = (
         100,
         30,
         reserved_s=35,
+    ),
+    Check(
+        "live",
+        "jobs that run: top's step ± 10 %, the GPU's use ± 10 points, a second window, ps, attach, hang; they go on",
+        live.looked_at,
+        110,
+        40,
     ),
     Check("overhead", "the step log adds < 1 %, all sources < 2 %, in turn", overhead.step, 110, 70, reserved_s=75),
     Check("calls", "as many synchronising calls as without dlprof", overhead.calls, 80, 35, reserved_s=40),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,6 +137,50 @@ def run(
     if code is None:
         said += f"\nended after {limit_s:.0f} s"
     return Ended(command, code, time.monotonic() - began, tuple(lines), said)
+
+
+class Beside:
+    """A job that runs beside, in a thread of its own; the JSON objects that it prints come into `rows`."""
+
+    def __init__(
+        self, words: Sequence[str | Path], cwd: Path, limit_s: float, changes: Mapping[str, str] | None = None
+    ) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._ended: list[Ended] = []
+
+        def work() -> None:
+            self._ended.append(run(words, cwd, limit_s, changes, self._hear))
+
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+
+    def _hear(self, text: str) -> None:
+        if text.startswith("{"):
+            self.rows.append(json.loads(text))
+
+    def until(self, key: str, least: float = 0) -> dict[str, Any]:
+        """Wait for a row in which this is so much, and return it; raise JobFailedError where the job ends before."""
+        while True:
+            ended = list(self._ended)  # looked at first: what it printed last is there by then
+            for row in list(self.rows):
+                if row.get(key, least - 1) >= least:
+                    return row
+            if ended:
+                raise JobFailedError(f"a job ended before its {key} was {least:g}", tail(ended[0]))
+            time.sleep(0.05)
+
+    def goes_on(self, steps: int) -> bool:
+        """Whether it makes so many more steps."""
+        try:
+            self.until("step", steps + max((row.get("step", 0) for row in list(self.rows)), default=0))
+        except JobFailedError:
+            return False
+        return True
+
+    def end(self) -> Ended:
+        """Wait for its end, and return how it ended."""
+        self._thread.join()
+        return self._ended[0]
 
 
 def must(what: str, ended: Ended, code: int = 0) -> Ended:

@@ -32,6 +32,8 @@ _AT_ONCE = 8
 _MOST_FRAMES = 120
 _MOST_FILES, _MOST_PLACES = 500, 8
 
+_DRIVERS = (b"/libcuda.so", b"/libamdhip64.so")
+
 _NUMBERS = {"rank": RANKS, "size": SIZES}
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
@@ -60,6 +62,7 @@ class Process:
     """A process of this user's, from /proc.
 
     `state`: the kernel's letter. `waits`: the kernel's name for what its main thread waits in, "" if it does not say.
+    `gpu`: the library of a GPU's driver is loaded in it.
     `dead`: its children that have ended and that it has not looked after, each with its wait status.
     """
 
@@ -71,6 +74,7 @@ class Process:
     rss_bytes: int
     command: str
     torch: bool
+    gpu: bool = False
     waits: str = ""
     rank: int | None = None
     size: int | None = None
@@ -99,7 +103,8 @@ def mine() -> dict[int, Process]:
             if has_ended(stat) or place.stat().st_uid != me:
                 continue
             words = place.joinpath("cmdline").read_bytes().rstrip(b"\0").decode(errors="replace").split("\0")
-            torch = b"/libtorch" in place.joinpath("maps").read_bytes()
+            maps = place.joinpath("maps").read_bytes()
+            torch = b"/libtorch" in maps
             env = _environment(place) if torch else {}
         except OSError:
             continue  # it has just ended, or is not ours after all
@@ -112,6 +117,7 @@ def mine() -> dict[int, Process]:
             rss_bytes=int(stat[21]) * os.sysconf("SC_PAGE_SIZE"),
             command=_short(words),
             torch=torch,
+            gpu=any(driver in maps for driver in _DRIVERS),
             waits=_text(place / "wchan"),
             rank=_number(env, "rank"),
             size=_number(env, "size"),
@@ -331,6 +337,7 @@ _RULES = (
     _Rule("window", r"torch/(?:profiler/|autograd/profiler\.py)|dlprof/record/recorder\.py"),
     _Rule("checkpoint", r"torch/serialization\.py|torch/distributed/checkpoint/|safetensors/|(?:^|/)orbax/"),
     _Rule("collective", r"torch/distributed/(?:distributed_c10d|_functional_collectives)\.py", _NO_COLLECTIVE + r"\w"),
+    _Rule("device", r"torch/(?:cuda|accelerator)/(?:__init__|streams)\.py", r"(?:^|\.)synchronize$"),
     _Rule("loader", r"torch/utils/data/dataloader\.py", r"(?:^|\.)(?:__next__|__iter__|_shutdown_workers)$"),
     _Rule(
         "backward",
@@ -340,6 +347,7 @@ _RULES = (
     _Rule("optimizer", r"torch/optim/|torch/amp/grad_scaler\.py|torch/nn/utils/clip_grad"),
     _Rule("forward", r"torch/nn/(?:modules|parallel)/"),
 )
+_NAMED = ("collective", "device", "joining")
 _COMPILED = tuple((rule.what, re.compile(rule.file), re.compile(rule.function)) for rule in _RULES)
 
 
@@ -385,6 +393,9 @@ _ROLES = tuple((rule.what, re.compile(rule.file), re.compile(rule.function)) for
 
 # Words of the user's line that say that it waits for another process or for the device.
 WAITS = re.compile(r"\.(wait|synchronize|item|cpu|tolist|numpy)\(")
+_SPINS = ("synchronize", "item", "cpu", "tolist")  # who waits for a GPU asks it again and again, and keeps a core busy
+
+_RECORDER = re.compile(r"(?:^|/)dlprof/record/")
 
 # Where Python waits for another thread or process, innermost.
 _LOCKS = re.compile(r"(?:^|/)(?:threading|queue|selectors|subprocess|multiprocessing/\w+|concurrent/.+)\.py$")
@@ -419,7 +430,8 @@ def doing(process: Process) -> Doing:
     main = next((thread for thread in process.threads if thread.main), None)
     if main is None:
         return Doing("rank" if process.torch else "other", "unknown")
-    idle = not any(thread.active for thread in process.threads) and process.state != "R"
+    # A thread of the recorder works in its own right, as when it answers `dlprof hang`.
+    idle = not any(thread.active for thread in process.threads if not _records(thread)) and process.state != "R"
     own = next((frame for frame in main.frames if is_own(frame.file)), None)
     file, line, function = (own.file, own.line, own.function) if own else ("", 0, "")
     text = process.texts.get((file, line), "")
@@ -427,19 +439,23 @@ def doing(process: Process) -> Doing:
     if what == "code":
         innermost = main.frames[0]
         called = WAITS.search(text) if own is not None and innermost == own else None
-        if called is not None and idle:
+        if called is not None and (idle or (process.gpu and called[1] in _SPINS)):
             what, name = ("wait" if called[1] == "wait" else "device"), called[1]
         elif idle and (_LOCKS.search(innermost.file) or _LOCK_TEXT.search(text)):
             what = "lock"
     return Doing(role_of(process), what, name, file, line, text, function, idle)
 
 
+def _records(thread: Thread) -> bool:
+    return not thread.main and any(_RECORDER.search(frame.file) for frame in thread.frames)
+
+
 def activity(frames: Sequence[Frame]) -> tuple[str, str]:
-    """Return what a stack is of, and of a collective its name; the innermost frame is the first."""
+    """Return what a stack is of, and the name of a collective or a wait; the innermost frame is the first."""
     for what, file, function in _COMPILED:
         found = [frame for frame in frames if file.search(frame.file) and function.search(frame.function)]
         if found:
-            return what, found[-1].function.rpartition(".")[2] if what in ("collective", "joining") else ""
+            return what, found[-1].function.rpartition(".")[2] if what in _NAMED else ""
     return "code", ""
 
 

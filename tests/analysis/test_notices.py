@@ -11,6 +11,7 @@ import pytest
 
 from dlprof.analysis import notices
 from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.step import savings
 from dlprof.analysis.timeline.steps import step_means
 from tests.fixtures import runs, traces
 from tests.fixtures.places import TRACES
@@ -256,3 +257,19 @@ def test_what_had_become_slower_where_steps_were_traced_again(
     path = recorded(tmp_path / "run", (None, log, {**CPU, "windows": windows}))
     again = [text for text in warned(path) if "traced again" in text]
     assert [text.partition(" traced again")[2].lstrip(", ") for text in again] == ([] if said is None else [said])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "read", "hint"),
+    [
+        ([2], 1, HINT),
+        ([2], 2, ""),
+        ([2, 3], 3, HINT),
+        ([2, 3], 1, " (`dlprof report RUN --window 2` reads 2, 3)"),
+    ],
+)
+def test_the_other_windows_are_named_where_there_are_any(numbers: list[int], read: int, hint: str) -> None:
+    row = {"rank": 0, "first": 80, "last": 84, "slower": 0, "ratio": 1.0, "phase": "fetch", "before_ns": 1.0}
+    windows = pd.DataFrame([{**row, "after_ns": 1.0, "number": number} for number in numbers])
+    said = "steps 80 to 84 were traced again, as asked: steps were about as long as before"
+    assert savings.traced_again(windows, read) == said + hint

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import cases, timing
+from benchmarks.gpu import cases, live, timing
 from benchmarks.gpu.bench import SCRIPTS
 from benchmarks.gpu.jobs import Ended, must, python, run
 
@@ -53,3 +53,16 @@ def test_the_scripts_of_the_advice_train_as_they_are_and_fixed(tmp_path: Path, n
     steps = [step for text in lines if (step := timing.step_ms_said([(0.0, text)])) is not None]
     assert len(steps) == 2 * len(names)
     assert min(steps) > 0
+
+
+def test_the_job_that_is_looked_at_tells_its_own_step_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    stuck = ("--stuck", "3", "--stuck-s", "0.5")
+    ended = script(tmp_path, "live_job", "--stop", str(tmp_path / "stop"), "--begin", str(tmp_path / "stop"), *stuck)
+    began, stands, told = [json.loads(text) for _, text in ended.lines]
+    assert began["pid"] > 0
+    assert stands == {"stuck": 3}
+    assert told["step"] == live.EVERY
+    # Nineteen steps that wait for 24 of 30 ms, and one that waits for half a second.
+    assert 0.05 < told["step_s"] < 1.0
+    assert 0.5 < told["waits"] < 1.0

@@ -62,6 +62,8 @@ STACKS: dict[str, list[tuple[str, str, int]]] = {
     "window": [("export", f"{TORCH}/profiler/profiler.py", 4), ("main", OWN, 66)],
     "lock": [("Condition.wait", "/usr/lib/python3.11/threading.py", 320), ("main", OWN, 33)],
     "code": [("main", OWN, 44)],
+    "synchronize": [("synchronize", f"{TORCH}/cuda/__init__.py", 1108), ("main", OWN, 45)],
+    "event": [("Event.synchronize", f"{TORCH}/cuda/streams.py", 231), ("main", OWN, 46)],
     "worker": [
         ("D.__getitem__", OWN, 12),
         ("fetch", f"{TORCH}/utils/data/_utils/fetch.py", 50),
@@ -109,6 +111,8 @@ def process(stack: str, *, pid: int = 10, parent: int = 1, state: str = "S", tex
         ("starting", ("starting", "")),
         ("window", ("window", "")),
         ("code", ("code", "")),
+        ("synchronize", ("device", "synchronize")),
+        ("event", ("device", "synchronize")),
     ],
 )
 def test_what_a_stack_is_of(stack: str, what: tuple[str, str]) -> None:
@@ -130,6 +134,32 @@ def test_what_a_stack_is_of(stack: str, what: tuple[str, str]) -> None:
 def test_what_an_idle_line_waits_for(stack: str, text: str, state: str, what: str) -> None:
     found = doing(process(stack, text=text, state=state))
     assert (found.what, found.at, found.text) == (what, f"train.py:{STACKS[stack][-1][2]}", text)
+
+
+@pytest.mark.parametrize(
+    ("stack", "text", "gpu", "sentence"),
+    [
+        ("code", "print(loss.item())", True, "waits for its device in .item() (train.py:44: print(loss.item()))"),
+        ("code", "print(loss.item())", False, "runs Python (train.py:44: print(loss.item())), and is busy"),
+        ("code", "x = scores.numpy()", True, "runs Python (train.py:44: x = scores.numpy()), and is busy"),
+        ("code", "work.wait()", True, "runs Python (train.py:44: work.wait()), and is busy"),
+        ("synchronize", "", True, "waits for its device in .synchronize() (train.py:45)"),
+        ("event", "", True, "waits for its device in .synchronize() (train.py:46)"),
+    ],
+)
+def test_who_waits_for_a_gpu_keeps_a_core_busy(stack: str, text: str, gpu: bool, sentence: str) -> None:
+    seen = Seen((Rank(0, "here", process(stack, text=text, state="R", gpu=gpu)),), 1)
+    assert standstill(seen).why == f"Rank 0 {sentence}."
+
+
+@pytest.mark.parametrize(
+    ("file", "idle"),
+    [("/venv/lib/python3.11/site-packages/dlprof/record/failures.py", True), (OWN, False)],
+)
+def test_a_thread_of_the_recorder_keeps_no_rank_busy(file: str, idle: bool) -> None:
+    one = process("code", text="print(loss.item())")
+    beside = Thread("beside", False, True, False, (Frame("run", file, 1), Frame("run", "/usr/lib/threading.py", 9)))
+    assert doing(replace(one, threads=(*one.threads, beside))).idle == idle
 
 
 @pytest.mark.parametrize("stack", STACKS)

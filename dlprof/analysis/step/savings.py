@@ -320,5 +320,8 @@ def traced_again(windows: pd.DataFrame, read: int) -> str:
         why = f", as asked: they took {digits(ratio)} × as long as before: {grew}"
     else:
         why = ", as asked: steps were about as long as before"
-    hint = f" (`dlprof report RUN --window {others[0]}` reads {'it' if len(others) == 1 else listed(others)})"
-    return f"{steps}{why}{hint if others else ''}"
+    if not others:
+        return f"{steps}{why}"
+    return (
+        f"{steps}{why} (`dlprof report RUN --window {others[0]}` reads {'it' if len(others) == 1 else listed(others)})"
+    )
