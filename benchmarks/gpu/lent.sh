@@ -11,7 +11,7 @@ out=$1
 shift
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-set -- --only advice overhead calls tests faults ranks copies "$@"
+set -- --only advice overhead calls tests live fix faults ranks copies "$@"
 wheels=${WHEELS:-wheels}
 if [ -d "$wheels" ]; then
     site=$(mktemp -d)

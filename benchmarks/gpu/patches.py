@@ -60,10 +60,10 @@ def _fixed(bench: Bench, fix: Fix, seconds: float) -> list[Part]:
         shutil.copy(SCRIPTS / "fix" / name, folder)
     script = [f"{fix.script}.py", "--device", bench.device, *bench.pick([], ["--tiny"])]
     minutes = (seconds - _TIMED_S) / 60
-    words = python("-m", "dlprof", "fix", "--minutes", f"{minutes:.2f}", "--format", "json", *fix.options)
+    asked = python("-m", "dlprof", "fix", "--minutes", f"{minutes:.2f}", "--format", "json", *fix.options)
     # It copies the folder in which it is called.
     limit = min(seconds + 30, bench.left_s)
-    ended = jobs.run([*words, "-o", bench.work / f"{fix.script}-run", *script], folder, limit, bench.usual)
+    ended = jobs.run([*asked, "-o", bench.work / f"{fix.script}-run", *script], folder, limit, bench.usual)
     print("\n".join(f"    {text}" for text in ended.errors.splitlines() if text.startswith("dlprof:")), flush=True)
     must("dlprof fix", ended)
     said = json.loads(ended.out[ended.out.index("{") :])
@@ -74,7 +74,10 @@ def _fixed(bench: Bench, fix: Fix, seconds: float) -> list[Part]:
         print("\n".join(f"    {text}" for text in Path(patch).read_text().splitlines()), flush=True)
         patched = bench.work / f"{fix.script}-patched"
         shutil.copytree(folder, patched)
-        applied = bench.run(["patch", "-p1", "-d", patched, "-i", patch])
+        words = ["patch", "-p1", "-d", patched, "-i", patch]
+        if shutil.which("patch") is None:
+            words = ["git", "-C", patched, "apply", patch]
+        applied = bench.run(words)
         if applied.code != 0:
             return [holds("the patch applies", False, how(applied))]
         began = time.monotonic()
