@@ -2,7 +2,7 @@
 
 Importing torch and its libraries, and a first step, take longer than training these scripts. So the runs begin at once,
 while nothing is timed; each then waits until it is its turn, and trains alone: the plain ones come so far as their
-clock's first step before, those that are recorded up to training. A run's end, which writes what was recorded, may fall
+clock's first step before, those that are recorded, or need much of the GPU's memory, up to training. A run's end, which writes what was recorded, may fall
 into the first steps of the next.
 """
 
@@ -156,7 +156,8 @@ def _start(bench: Bench, run: _Run) -> Ended:
     words += ["--fixed"] * run.fixed + bench.pick([], ["--tiny", "--steps", "40"])
     changes = {"START": str(run.start)}
     if not run.recorded:
-        return bench.run(words, limit_s=3600.0, changes=changes | {"START_WARM": "1"})
+        warm = {} if run.case.large else {"START_WARM": "1"}
+        return bench.run(words, limit_s=3600.0, changes=changes | warm)
     return bench.record(run.folder.name, words, limit_s=3600.0, changes=changes)[1]
 
 

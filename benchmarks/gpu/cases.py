@@ -20,8 +20,9 @@ class Case:
     """One script: the change that `--fixed` makes, and what a report of the script without it must say.
 
     `rules`: of which one must come first; none: any, as several may see it. `remedy`: of these words the first change
-    must have one. `promised`: whether a report can know what the change gives. `needs`: libraries that the script
-    imports besides torch. `together`: that `--fixed` makes the changes of all findings.
+    must have one; a script without any is healthy, and nothing may be promised of it. `promised`: whether a report can
+    know what the change gives. `needs`: libraries that the script imports besides torch. `together`: that `--fixed`
+    makes the changes of all findings. `large`: that it takes too much memory to train while others wait.
     """
 
     script: str
@@ -31,6 +32,7 @@ class Case:
     promised: bool = True
     needs: tuple[str, ...] = ()
     together: bool = False
+    large: bool = False
 
     @property
     def lines(self) -> list[int]:
@@ -106,4 +108,71 @@ CASES: tuple[Case, ...] = (
     ),
     Case("epochs", "persistent_workers", ("worker_restart",), ("persistent_workers",), needs=("torchvision",)),
     Case("attention", "scaled_dot_product_attention", ("unfused_attention",), ("scaled_dot_product", "sdpa")),
+    # What counts as right of these was written down before they were recorded, by somebody who knew no rule.
+    Case(
+        "distill",
+        "the teacher in no_grad",
+        (),
+        ("no_grad", "inference_mode", "detach", "requires_grad_(False)"),
+        needs=("timm",),
+        large=True,
+    ),
+    Case(
+        "lora",
+        "base.requires_grad_(False)",
+        (),
+        ("requires_grad", "freeze", "frozen"),
+        needs=("transformers",),
+        large=True,
+    ),
+    Case("forecast", "float32", (), ("float32",), needs=("pandas",), large=True),
+    Case(
+        "coding_rate",
+        "cholesky",
+        (),
+        ("cholesky", "logdet", "slogdet"),
+        promised=False,
+        needs=("torchvision",),
+        large=True,
+    ),
+    Case(
+        "experts",
+        "all experts at once",
+        (),
+        ("bmm", "grouped", "at once", "stack", "batched"),
+        promised=False,
+        large=True,
+    ),
+    Case(
+        "nerf",
+        "only the chosen rays",
+        _HOST,
+        ("once before", "on the GPU", "on the device", "cache", "only the"),
+        large=True,
+    ),
+    Case("long_context", "is_causal=True", (), ("is_causal",), promised=False, large=True),
+    Case(
+        "codebook", "a matrix product", (), ("cdist", "matmul", "matrix product", "addmm"), promised=False, large=True
+    ),
+    Case(
+        "atari",
+        "a memory of tensors on the GPU",
+        (),
+        ("on the GPU", "on the device", "from_numpy", "worker", "preallocat", "uint8"),
+        large=True,
+    ),
+    Case(
+        "segmentation", "not deterministic", (), ("deterministic",), promised=False, needs=("torchvision",), large=True
+    ),
+    Case("graph", "the layer before the gather", (), ("before", "per node", "each node"), promised=False, large=True),
+    Case(
+        "gpt",
+        "50,304 scores",
+        (),
+        ("multiple of 8", "multiple of 64", "50304", "50,304", "pad the"),
+        promised=False,
+        large=True,
+    ),
+    Case("vit", "nothing", (), (), needs=("timm",), large=True),
+    Case("pretrain", "nothing", (), (), large=True),
 )

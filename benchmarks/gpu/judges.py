@@ -294,7 +294,7 @@ def advice(of: Recording) -> list[Part]:
     oracle, gain = of.oracle, of.oracle["plain_ms"] / of.oracle["fixed_ms"]
     told = f"{oracle['plain_ms']:.2f} → {oracle['fixed_ms']:.2f} ms ({gain:.2f} ×)"
     parts = [Part("gain", "passed", true=told, how=f"the script's own clock, {oracle['runs']} runs of each in turn")]
-    if gain < 1 + HEALTHY_MOST:
+    if gain < 1 + HEALTHY_MOST or not oracle["remedy"]:
         return [*parts, _not_promised("cause", of), *_sound(of.said)]
     first = next(iter(reading.cures(of.said)), None)
     if first is None:
@@ -342,12 +342,12 @@ def remedied(of: Recording) -> list[Part]:
 
 
 def _not_promised(name: str, of: Recording) -> Part:
-    """Judge that nothing is promised of a change that gives nothing; a bound is no promise."""
+    """Judge that nothing is promised of a change that gives nothing, or of a healthy script; a bound is no promise."""
     again = [
         f"{o['id']} {100 * float(o['share']):.0f} %"
         for o in reading.cures(of.said, HEALTHY_MOST)
         if not o["at_most"]
-        and _names(reading.change_of(o), of.oracle["remedy"])
+        and (_names(reading.change_of(o), of.oracle["remedy"]) or not of.oracle["remedy"])
         and o["id"] in (of.oracle["rules"] or [o["id"]])
     ]
     return holds(

@@ -75,6 +75,11 @@ def test_of_a_change_that_gives_nothing_nothing_may_be_promised() -> None:
     assert failed(finding(saving_ms=1.5), finding("gc_pauses"), judge="remedied") == []
 
 
+def test_nothing_may_be_promised_of_a_healthy_script() -> None:
+    assert failed(finding(saving_ms=5.0), remedy=[]) == ["cause"]
+    assert failed(finding(saving_ms=0.5), remedy=[]) == []
+
+
 def test_a_change_without_a_price_is_judged_without_one() -> None:
     assert failed(finding(saving_ms=39.0), promised=False) == []
     assert failed(finding("input_wait", saving_ms=39.0), promised=False) == ["cause"]
@@ -86,8 +91,7 @@ def test_every_script_has_a_case_and_every_case_its_marks() -> None:
     assert len(cases.CASES) == len(scripts)
     for case in cases.CASES:
         text = (cases.FOLDER / f"{case.script}.py").read_text()
-        assert case.lines, case.script
-        assert "args.fixed" in text, case.script
+        assert bool(case.lines) == bool(case.remedy) == ("args.fixed" in text), case.script
         assert text.count("dlprof") == 0, case.script
         oracle = advice.oracle_of(case, [2.0, 4.0], [1.0, 2.0])
         assert (oracle["plain_ms"], oracle["fixed_ms"], oracle["runs"]) == (3.0, 1.5, 2)
