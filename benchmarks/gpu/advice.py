@@ -2,8 +2,8 @@
 
 Importing torch and its libraries, and a first step, take longer than training these scripts. So the runs begin at once,
 while nothing is timed; each then waits until it is its turn, and trains alone: the plain ones come so far as their
-clock's first step before, those that are recorded, or need much of the GPU's memory, up to training. A run's end, which writes what was recorded, may fall
-into the first steps of the next.
+clock's first step before, those that are recorded, or need much of the GPU's memory, up to training. A run's end, which
+writes what was recorded, may fall into the first steps of the next.
 """
 
 from __future__ import annotations
