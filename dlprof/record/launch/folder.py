@@ -307,15 +307,20 @@ def _all_ended(folder: Path, task: Task) -> int:
     most find one soon that has not, instead of reading all.
     """
     ours = _task_file(folder, task)
-    files = sorted(run_folder.in_tasks(folder))
+    count = _ended(ours)
+    files = sorted(run_folder.in_tasks(folder)) if count else []
     at = files.index(ours) if ours in files else 0
-    count = 0
-    for path in files[at:] + files[:at]:
-        tasks = run_folder.tasks_in(path)
-        if any(one.get("end_ns") is None for one in tasks.values()):
+    for path in files[at + 1 :] + files[:at]:
+        if not (more := _ended(path)):
             return 0
-        count += len(tasks)
+        count += more
     return count
+
+
+def _ended(path: Path) -> int:
+    """Return the number of tasks in a file if all of them have ended, otherwise 0."""
+    tasks = run_folder.tasks_in(path)
+    return len(tasks) if all(one.get("end_ns") is not None for one in tasks.values()) else 0
 
 
 def _tasks(folder: Path) -> dict[str, dict[str, Any]]:
