@@ -3,9 +3,9 @@
 No folder holds more than some hundred of them, and each has few files: shared disks are slow to make a file.
 
 A rank finds its folder by its number alone, a host by its name: thousands must agree on it without asking each other.
-The first 256 ranks lie flat, ranks/00007; further ones by 256, ranks/12288-12543/12345. So do tasks. Hosts lie flat,
-hosts/HOST, unless whoever makes the run folder knows that they are many: then it makes the folder many-hosts, and they
-lie in 64 folders of that, many-hosts/3f/HOST. Older runs are flat, whatever their size.
+The first 256 ranks lie flat, ranks/00007; further ones by 256, ranks/12288-12543/12345. Hosts lie flat, hosts/HOST,
+unless whoever makes the run folder knows that they are many: then it makes the folder many-hosts, and they lie in 64
+folders of that, many-hosts/3f/HOST. So do the files of tasks, one a host. Older runs are flat, whatever their size.
 
 A process appends all that it writes line by line to one file. Each line begins with the name of its log, those of a
 host's file that are about one rank with that too: {"log":"steps",… and {"log":"gpu","rank":"00007",… A line that holds
@@ -14,6 +14,7 @@ nothing else begins its log anew: {"log":"modules"}. Older runs have a file for 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-GROUP = 256  # ranks or tasks to a folder
+GROUP = 256  # ranks to a folder
 MANY_HOSTS = 256  # from more hosts on they do not lie flat
 _SPREAD = 64  # folders of many hosts
 
@@ -44,14 +45,29 @@ def rank_name(rank: int, life: str = "") -> str:
     return f"{_range_of(rank)}{rank:05d}{life}"
 
 
-def task_name(name: str, number: str | None, *, spread: bool) -> str:
-    """Return the path of a task's file below tasks/, without suffix.
+def task_file(run: Path, host: str, boot: str) -> Path:
+    """Return the file to which the tasks on a host append what they are and how they ended; see `tasks_in`."""
+    name = f"{host}~{boot[:8]}.jsonl"
+    return run / "tasks" / (f"{_digest(host)}/{name}" if is_spread(run) else name)
 
-    A task without a number is that of a host: it lies as hosts do, `spread` where they are many.
+
+def tasks_in(path: Path) -> dict[str, dict[str, Any]]:
+    """Return what the tasks in a file have written, by name; end_ns is None where one has not ended.
+
+    A line that is cut off is left out. Older runs have a file for each task. Raises OSError.
     """
-    if number is not None:
-        return (_range_of(int(number)) if number.isdigit() else "") + name
-    return f"{_digest(name)}/{name}" if spread else name
+    text = path.read_text(errors="replace")
+    found: dict[str, dict[str, Any]] = {}
+    for line in [text] if path.suffix == ".json" else text.splitlines():
+        said: Any = {"end_ns": None}
+        with contextlib.suppress(ValueError, RecursionError):
+            said = json.loads(line)
+        if path.suffix == ".json":
+            found[path.stem] = said if isinstance(said, dict) else {"end_ns": None}
+        elif isinstance(said, dict) and isinstance(name := said.pop("task", None), str):
+            said.pop("log", None)
+            found[name] = found.get(name, {}) | said
+    return found
 
 
 def is_spread(run: Path) -> bool:
@@ -71,7 +87,8 @@ def in_ranks(run: Path) -> Iterator[Path]:
 
 def in_tasks(run: Path) -> Iterator[Path]:
     """List the files of tasks, in order, as `in_ranks` does."""
-    return _below(run / "tasks", _RANGE, _DIGEST)
+    files = _below(run / "tasks", _RANGE, _DIGEST)
+    return (path for path in files if path.suffix in (".json", ".jsonl"))
 
 
 def in_hosts(run: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from dlprof.files import whole, write, writing
 from dlprof.plain import plain, tell, words_of
 from dlprof.record.launch.supervisor import recorded
 from tests.fixtures import traces
-from tests.fixtures.jobs import DLPROF, environment, launch
+from tests.fixtures.jobs import DLPROF, environment, launch, noted
 
 WRITTEN: list[tuple[Callable[..., object], list[tuple[object, ...]]]] = [
     (units.duration, [
@@ -262,12 +262,11 @@ def test_an_export_that_fails_says_why(tmp_path: Path) -> None:
 
 def test_no_folder_of_16384_ranks_holds_more_than_some_hundred(tmp_path: Path) -> None:
     ranks = Counter(run_folder.rank_name(rank).rpartition("/")[0] for rank in range(16_384))
-    tasks = Counter(run_folder.task_name(f"h-{n}", str(n), spread=True).rpartition("/")[0] for n in range(16_384))
     (tmp_path / run_folder.SPREAD_HOSTS).mkdir()
     hosts = Counter(run_folder.host_folder(tmp_path, f"node{n:04d}").parent for n in range(2048))
-    by_hand = Counter(run_folder.task_name(f"node{n}", None, spread=True).rpartition("/")[0] for n in range(2048))
-    assert max(*ranks.values(), len(ranks), *tasks.values(), len(tasks)) <= 256
-    assert max(*hosts.values(), len(hosts), *by_hand.values(), len(by_hand)) <= 64
+    tasks = Counter(run_folder.task_file(tmp_path, f"node{n:04d}", "b").parent for n in range(2048))
+    assert max(*ranks.values(), len(ranks)) <= 256
+    assert max(*hosts.values(), len(hosts), *tasks.values(), len(tasks)) <= 64
 
 
 def test_flat_folders_and_folders_of_folders_are_listed_together(tmp_path: Path) -> None:
@@ -290,5 +289,5 @@ def test_every_interpreter_of_a_job_agrees_on_the_folder_of_its_host(many: bool,
         (tmp_path / run_folder.SPREAD_HOSTS).mkdir()
     env = recorded(environment(), tmp_path)
     subprocess.run([sys.executable, "-c", "pass"], env=env, check=True)
-    assert (run_folder.host_folder(tmp_path, os.uname().nodename) / "hello.jsonl").exists()
+    assert noted(run_folder.host_folder(tmp_path, os.uname().nodename), "hello")
     assert (tmp_path / run_folder.HOSTS).exists() != many

@@ -24,6 +24,7 @@ from dlprof.errors import DlprofError
 from dlprof.plain import plain
 from dlprof.record.device import relay
 from dlprof.record.launch.supervisor import recorded
+from dlprof.record.ranks import hellos
 from dlprof.run_folder import in_hosts
 
 # Importing torch from a busy network disk can take this long.
@@ -97,7 +98,7 @@ def _hook() -> str:
     with tempfile.TemporaryDirectory() as folder:
         env = recorded({k: v for k, v in os.environ.items() if k != "DLPROF_RUN"}, Path(folder))
         done = _run([sys.executable, "-c", "pass"], failing, remedy, env=env)
-        if any((host / "hello.jsonl").exists() for host in in_hosts(Path(folder))):
+        if any(hellos(host) for host in in_hosts(Path(folder))):
             return f"gets into {sys.executable}"
     raise _Answer(failing + _last_line(done), remedy)
 

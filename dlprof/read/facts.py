@@ -142,6 +142,12 @@ def read(path: Path, shape: Mapping[str, Shape] = RANK, begins: str = "") -> Rea
     return Reading({}, facts, warnings)
 
 
+def fitting(shape: Mapping[str, Shape], value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parts of an object that fit a shape."""
+    fits: Mapping[str, Any] = _fitting(shape, value, "", [])
+    return fits
+
+
 def _fitting(shape: Shape | None, value: Any, where: str, left_out: list[str]) -> Any:
     """Return the parts of a value that fit a shape, _WRONG if none do; add the names of the others to left_out."""
     if shape is None:

@@ -145,6 +145,16 @@ def _facts(inside: Inside, path: Path, shape: Mapping[str, facts.Shape]) -> tupl
     return reading.facts, list(reading.warnings)
 
 
+def _tasks(inside: Inside, folder: Path) -> list[Mapping[str, Any]]:
+    """Return what the tasks of a job have written themselves."""
+    tasks: list[Mapping[str, Any]] = []
+    for path in run_folder.in_tasks(folder):
+        with suppress(OSError):
+            said = run_folder.tasks_in(path) if inside.holds(path) else {}
+            tasks += [facts.fitting(facts.TASK, one) for one in said.values()]
+    return tasks
+
+
 # Of the earlier starts of a job, so many are looked for.
 _MOST_STARTS = 64
 
@@ -169,9 +179,7 @@ def _recorded(folder: Path, window: int | None = None) -> Run:
         raise DlprofError(
             f"{folder / 'run.json'} has format {newer!r}; this dlprof reads format {FORMAT}: upgrade dlprof"
         )
-    # Each task of a job wrote its own file.
-    files = (path for path in run_folder.in_tasks(folder) if path.suffix == ".json" and inside.holds(path))
-    tasks = info.get("tasks") or [_facts(inside, path, facts.TASK)[0] for path in files]
+    tasks = info.get("tasks") or _tasks(inside, folder)
     if info and tasks and info.get("end_ns") is None:
         info = {**info, **run_folder.together(tasks)}  # no task wrote the end of the job
     warnings += info.get("warnings") or ()

@@ -176,19 +176,35 @@ def words_in(hosts: Iterable[Path]) -> Iterator[Word]:
         yield from known.values()
 
 
+def hellos(host: Path) -> list[dict[str, Any]]:
+    """Return what the interpreters of a job have said when they started, and later, in a host's folder."""
+    found: list[dict[str, Any]] = []
+    for path in host.glob(run_folder.notes_name("*")):
+        for said in _said(path, "hello"):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                found.append(said | {"pid": int(said["pid"])})
+    return found
+
+
 def _words_of(notes: Path) -> Iterator[Word]:
-    """Return what a host's file of notes holds of its ranks, in order; a line that is being written is left out."""
-    start = run_folder.begins("rank").encode()
+    """Return what a host's file of notes holds of its ranks, in order."""
+    for said in _said(notes, "rank"):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            rank = int(said["folder"].rpartition("/")[2].partition(".")[0])
+            of = (int(said["pid"]), str(said["folder"]), rank, str(said["supervisor"]), str(said["since"]))
+            yield Word(notes.parent.name, *of, int(said["at_ns"]))
+
+
+def _said(notes: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """Return the notes of a kind in a file, in order; a line that is being written is left out."""
+    start = run_folder.begins(kind).encode()
     lines: list[bytes] = []
     with contextlib.suppress(OSError):
         lines = notes.read_bytes().splitlines()
     for line in lines:
         if line.startswith(start):
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                said = json.loads(line)
-                rank = int(said["folder"].rpartition("/")[2].partition(".")[0])
-                of = (int(said["pid"]), str(said["folder"]), rank, str(said["supervisor"]), str(said["since"]))
-                yield Word(notes.parent.name, *of, int(said["at_ns"]))
+            with contextlib.suppress(ValueError, RecursionError):
+                yield json.loads(line)
 
 
 def _host(run: Path) -> Path:

@@ -180,7 +180,7 @@ def run_folder(at: Path, host: str = "node-17.cluster.example", **facts: Any) ->
     trace = {"host_name": host, "traceEvents": [{"ts": 1795419847990977.339, "name": f"open {at}/data"}]}
     (rank / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
     (here / "samples.jsonl").write_text('{"log":"gpu","rank":"00000","at_ns":1,"power_w":612.5}\n')
-    (here / "hello.jsonl").write_text('{"pid": 1}\n')
+    (here / "notes-aaaaaaaa.jsonl").write_text('{"log":"hello","pid": 1}\n')
     (run / "result.json").write_text("{}")
     return run
 

@@ -462,7 +462,7 @@ def test_samples_of_a_host_are_read_once_and_machines_of_one_name_are_told_apart
     }
     # Nothing was sampled: then the first rank's machine has the name.
     shutil.rmtree(two / "hosts")
-    put(two / "hosts/clone/hello.jsonl", "{}\n")
+    put(two / "hosts/clone/notes-aaaaaaaa.jsonl", "{}\n")
     assert [rank.facts["host"] for rank in open_run(two).ranks] == ["clone"] * 2 + ["clone~bbbbbbbb"] * 2
 
 

@@ -32,7 +32,7 @@ def _never_trains():
 
 
 def _hello(run, line):
-    """Append a line to this host's list of interpreters, which shows the supervisor that this hook was reached."""
+    """Append a line to this host's notes: that of an interpreter shows the supervisor that this hook was reached."""
     host = os.uname().nodename
     folder, many = os.path.join(run, "hosts", host), os.path.join(run, "many-hosts")
     if os.path.isdir(many):  # as in dlprof/run_folder.py
@@ -40,9 +40,15 @@ def _hello(run, line):
 
         folder = os.path.join(many, f"{zlib.crc32(host.encode()) % 64:02x}", host)
     os.makedirs(folder, exist_ok=True)
-    fd = os.open(os.path.join(folder, "hello.jsonl"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        os.write(fd, line.encode())
+        with open("/proc/sys/kernel/random/boot_id") as file:  # noqa: PTH123 - pathlib takes long to import
+            boot = file.read(8)
+    except OSError:
+        boot = ""
+    name = os.path.join(folder, f"notes-{boot}.jsonl")
+    fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        os.write(fd, f'{{"log":"hello",{line}}}\n'.encode())
     finally:
         os.close(fd)
 
@@ -50,7 +56,7 @@ def _hello(run, line):
 def _load_recorder(run):
     """Load the recorder that belongs to this file and let it hook into torch, which has just been imported."""
     try:
-        _hello(run, f'{{"pid": {os.getpid()}, "torch": true}}\n')
+        _hello(run, f'"pid": {os.getpid()}, "torch": true')
         if "dlprof" not in sys.modules:
             # By its path, not by name: the script's interpreter may have no dlprof, or another version.
             import importlib.util
@@ -113,7 +119,7 @@ def _wrap_exec(run):
     def wrapped(original):
         def call(*args, **kwargs):
             try:
-                _hello(run, f'{{"pid": {os.getpid()}, "exec": true}}\n')
+                _hello(run, f'"pid": {os.getpid()}, "exec": true')
                 recorder = getattr(sys.modules.get("dlprof.marks"), "recorder", None)
                 if recorder is not None:
                     recorder.stop("exec")
@@ -162,7 +168,7 @@ def _install():
     try:
         if os.environ.get("DLPROF_SET"):
             _keep_environment(os.environ["DLPROF_SET"])
-        _hello(run, f'{{"pid": {os.getpid()}, "python": "{sys.version.split()[0]}"}}\n')
+        _hello(run, f'"pid": {os.getpid()}, "python": "{sys.version.split()[0]}"')
         if "torch" in sys.modules:
             _load_recorder(run)
         else:

@@ -30,6 +30,7 @@ from dlprof.errors import DlprofError, reason
 from dlprof.files import boot, longer, make_ours, whole, write
 from dlprof.marks import __version__
 from dlprof.record.launch.process import started
+from dlprof.record.log import Log
 from dlprof.record.ranks import words_here
 
 # The tasks of a job start together. A task that starts this long after a job has ended is of another job with the same
@@ -135,16 +136,14 @@ class RunFolder:
             "warnings": [],
             "tasks": [],
         }
-        # Of thousands of tasks, most find the folder already there and create only their own file.
+        # Of thousands of tasks, most find the folder already there.
         if task is None or not (path / "run.json").exists():
             self._make(many_hosts=host_count(env, command) > run_folder.MANY_HOSTS)
         if task is not None:
             if why := _why_not(path, task):
                 raise TakenError(f"{self.named} {why}")
-            ours = _task_file(path, task)
-            ours.parent.mkdir(parents=True, exist_ok=True)
             begun = {name: self._record[name] for name in ("command", "start_ns", "end_ns", "exit")}
-            self._create(ours, {"host": task.host, "number": task.number} | begun)
+            _append(path, task, "begun", {"host": task.host, "number": task.number} | begun)
 
     def _make(self, *, many_hosts: bool) -> None:
         """Create the folder; another task may do so at the same time. Raises TakenError, OSError."""
@@ -225,8 +224,7 @@ class RunFolder:
         """Return the tasks of this job that do not end within some seconds, as those of a node that is lost."""
         until = time.monotonic() + within_s
         while True:
-            there = [path for path in run_folder.in_tasks(self.path) if path.suffix == ".json"]
-            left = [path.stem for path in there if not path.with_suffix(".ended").exists()]
+            left = [name for name, one in _tasks(self.path).items() if one.get("end_ns") is None]
             if not left or time.monotonic() > until:
                 return left
             time.sleep(_LOOK_S)
@@ -242,9 +240,16 @@ def compress(ranks: Iterable[Path]) -> None:
 
 
 def _task_file(folder: Path, task: Task) -> Path:
-    """Return the file in which a task writes how it ended."""
-    name = run_folder.task_name(task.name, task.number, spread=run_folder.is_spread(folder))
-    return folder / "tasks" / f"{name}.json"
+    """Return the file in which the tasks of this one's host write how they ended."""
+    return run_folder.task_file(folder, task.host, boot())
+
+
+def _append(folder: Path, task: Task, log: str, said: Mapping[str, Any]) -> None:
+    """Append a line to the file of this host's tasks, which several processes write. Raises OSError."""
+    path = _task_file(folder, task)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(Log(path)) as file:
+        file.write(f"{run_folder.begins(log)}{json.dumps({'task': task.name, **said})[1:]}\n")
 
 
 _HOLDS = "already holds a run"
@@ -261,8 +266,9 @@ def _why_not(folder: Path, task: Task) -> str:
     job, batch, ended = (theirs.get("options") or {}).get("job"), theirs.get("batch"), theirs.get("end_ns")
     if job != task.job:
         return f"{_HOLDS} of job {job}, and this is {task.job}" if job else _HOLDS
-    if _task_file(folder, task).exists():
-        return _HOLDS
+    with contextlib.suppress(FileNotFoundError):
+        if task.name in run_folder.tasks_in(_task_file(folder, task)):
+            return _HOLDS
     if batch and task.batch and batch != task.batch:
         return f"{_HOLDS} of {batch} under the name {job}, and this is {task.batch}"
     if ended and time.time_ns() - ended > _OVER_NS:
@@ -275,60 +281,52 @@ def _end_task(folder: Path, task: Task, end: Mapping[str, Any], of_all: Callable
     """Write how this task ended; the last one to end writes run.json, from the files of all tasks. See RunFolder.end.
 
     Tasks on several hosts may end at the same time, and their shared disk often does not support locks. So each task
-    writes first and then checks: the last writer sees that all have ended. Most check only the few hundred tasks in the
-    same folder: if thousands of tasks each checked thousands, a shared disk would be busy for minutes.
+    writes first and then checks: the last writer sees that all have ended.
     """
-    ours = _task_file(folder, task)
-    write(ours, json.dumps(json.loads(ours.read_text()) | end))
-    ours.with_suffix(".ended").touch()
-    if not _ended(ours.parent):
-        return None
+    _append(folder, task, "ended", end)
     more: list[str] | None = None
     written = 0
-    while (ended := _all_ended(folder / "tasks")) > written:
+    while (ended := _all_ended(folder, task)) > written:
         try:
             (folder / "tasks" / f"{ended}-ended").open("x").close()
         except FileExistsError:
             break
         more = of_all()
         record = json.loads((folder / "run.json").read_text())
-        ended_record = run_folder.together(_tasks(folder))
+        ended_record = run_folder.together([*_tasks(folder).values()])
         ended_record["warnings"] += [text for text in more if text not in ended_record["warnings"]]
         write(folder / "run.json", json.dumps(record | ended_record))
         written = ended
     return more
 
 
-def _all_ended(tasks: Path) -> int:
-    """Return the number of tasks if all of them have ended, otherwise 0."""
-    with os.scandir(tasks) as found:
-        groups = [tasks, *(tasks / entry.name for entry in found if entry.is_dir())]
-    counts = []
-    for group in groups:
-        counts.append(_ended(group))
-        if counts[-1] is None:
+def _all_ended(folder: Path, task: Task) -> int:
+    """Return the number of tasks if all of them have ended, otherwise 0.
+
+    It reads the file of its own host first, then those that follow: of thousands of hosts that end one after the other,
+    most find one soon that has not, instead of reading all.
+    """
+    ours = _task_file(folder, task)
+    count = _ended(ours)
+    files = sorted(run_folder.in_tasks(folder)) if count else []
+    at = files.index(ours) if ours in files else 0
+    for path in files[at + 1 :] + files[:at]:
+        if not (more := _ended(path)):
             return 0
-    return sum(filter(None, counts))
+        count += more
+    return count
 
 
-def _ended(group: Path) -> int | None:
-    """Return the number of tasks in a folder if all of them have ended, otherwise None."""
-    suffixes = [path.suffix for path in group.iterdir()]
-    begun, ended = suffixes.count(".json"), suffixes.count(".ended")
-    return begun if ended == begun else None
+def _ended(path: Path) -> int:
+    """Return the number of tasks in a file if all of them have ended, otherwise 0."""
+    tasks = run_folder.tasks_in(path)
+    return len(tasks) if all(one.get("end_ns") is not None for one in tasks.values()) else 0
 
 
-def _tasks(folder: Path) -> list[dict[str, Any]]:
-    """Return what the tasks of a job have written; a task with an incomplete file has not ended."""
-    tasks = []
-    for path in run_folder.in_tasks(folder):
-        if path.suffix != ".json":
-            continue
-        try:
-            tasks.append(json.loads(path.read_text()))
-        except ValueError:
-            tasks.append({"host": None, "number": None, "end_ns": None})
-    return tasks
+def _tasks(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what the tasks of a job have written, by their names and in order of these."""
+    found = {name: one for path in run_folder.in_tasks(folder) for name, one in run_folder.tasks_in(path).items()}
+    return dict(sorted(found.items()))
 
 
 def _cwd() -> str:

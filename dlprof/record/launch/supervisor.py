@@ -30,7 +30,7 @@ from dlprof.record.launch.child import deaf, run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.process import wait_or_kill
 from dlprof.record.launch.watching import StopAfter, Watch
-from dlprof.record.ranks import local_rank, words_here
+from dlprof.record.ranks import hellos, local_rank, words_here
 
 # The longest wait for the samplers after the command; their measurements are on disk by then. If they started less than
 # the second time ago, they have measured nothing and are killed.
@@ -263,24 +263,18 @@ def missing(run: RunFolder) -> list[str]:
         return []
     if run.ranks:
         return ["no report is possible: no rank could write its facts.json"]
-    hellos = _hellos(run.hosts)
-    last = {line.partition(",")[0]: line for line in hellos}  # by process
-    if not hellos:
+    said = [one for host in run.hosts for one in hellos(host)]
+    last = {one["pid"]: one for one in said}
+    if not said:
         why = f"the hook was never reached {_NOT_REACHED}"
     # Processes that had reached the hook before; a forked child that runs another program had not.
-    elif any('"exec": true' in last[line.partition(",")[0]] for line in hellos if '"python": ' in line):
+    elif any("exec" in last[one["pid"]] for one in said if "python" in one):
         why = f"the command replaced itself (os.exec) by a program that the hook did not reach {_NOT_REACHED}"
-    elif not any('"torch": true' in line for line in hellos):
+    elif not any("torch" in one for one in said):
         why = "the command never imported torch"
     else:
         why = "torch was imported, but no backward(), no optimizer step and no lasting inference was seen"
     return [f"nothing was recorded: {why}"]
-
-
-def _hellos(hosts: Iterable[Path]) -> list[str]:
-    """Return the lines that interpreters on these hosts wrote when they started."""
-    files = (host / "hello.jsonl" for host in hosts)
-    return [line for file in files if file.is_file() for line in file.read_text(errors="replace").splitlines()]
 
 
 def left(folder: Path) -> list[str]:

@@ -25,7 +25,7 @@ from dlprof.files import boot, longer
 from dlprof.plain import tell, words_of
 from dlprof.record.launch.process import started, started_with
 from dlprof.record.log import Log, Part
-from dlprof.record.ranks import Word, leave_note, words_here
+from dlprof.record.ranks import Word, hellos, leave_note, words_here
 
 # How often a process that found its host claimed tries again: the one that samples ends with its own supervisor.
 _CLAIM_AGAIN_S = 2.0
@@ -93,7 +93,7 @@ class Host:
         # Where ranks say of themselves that they train, and how much they had said at the last look.
         self._words, self._words_bytes = self.folder / run_folder.notes_name(self.boot), -1
         self._files: dict[str, Log] = {}
-        self._hello, self._hello_bytes = self.folder / "hello.jsonl", -1
+        self._hello_bytes = -1
         self._loaded: list[int] = []  # processes that have said that they loaded torch
         self._unread: set[Word] = set()  # of ranks that have no facts yet
         self._elsewhere: set[Word] = set()  # of ranks of another host of this name, or that ended
@@ -162,12 +162,9 @@ class Host:
 
         Costs one stat of the run's folder while no process comes. Raises OSError where none has come yet.
         """
-        if (size := self._hello.stat().st_size) != self._hello_bytes:
-            self._hello_bytes, self._loaded = size, []
-            for text in self._hello.read_text(errors="replace").splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                    said = json.loads(text)
-                    self._loaded += [int(said["pid"])] if said.get("torch") else []
+        if (size := self._words.stat().st_size) != self._hello_bytes:
+            self._hello_bytes = size
+            self._loaded = [said["pid"] for said in hellos(self._words.parent) if said.get("torch")]
         run = b"DLPROF_RUN=" + os.fsencode(self.run)
         # The list may be of another host of this name.
         return [pid for pid in self._loaded if started_with(pid, {run})]

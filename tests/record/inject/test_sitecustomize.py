@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from dlprof.record.launch.supervisor import recorded
-from tests.fixtures.jobs import environment, launch, wrapped
+from tests.fixtures.jobs import environment, launch, noted, wrapped
 
 FINDERS = "import sys; print([type(f).__name__ for f in sys.meta_path if type(f).__name__ == '_TorchFinder'])"
 
 
 def hello(run: Path) -> list[dict[str, object]]:
-    path = run / "hosts" / os.uname().nodename / "hello.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return noted(run / "hosts" / os.uname().nodename, "hello")
 
 
 def watched(run: Path, code: str, **changes: str) -> str:

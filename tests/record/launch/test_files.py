@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from dlprof.files import boot
 from dlprof.read.run import open_run
 from dlprof.run_folder import in_hosts, in_ranks
-from tests.fixtures.jobs import launch, noted, rows, sampled, wrapped
+from tests.fixtures.jobs import environment, free_port, launch, noted, rows, sampled, spawned, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -32,7 +34,7 @@ dist.destroy_process_group()
 """
 
 RANK = {"facts.json", "fetches.jsonl", "records.jsonl", "trace.json.gz"}
-HOST = {"hello.jsonl", "notes", "samples.jsonl", "stacks.jsonl"}
+HOST = {"notes", "samples.jsonl", "stacks.jsonl"}
 
 
 @pytest.mark.long
@@ -61,3 +63,23 @@ def test_a_rank_and_a_host_leave_four_files_each(options: tuple[str, ...], logs:
     assert all(sampled(host, "processes", rank) for rank in ("00000", "00001"))
     run = open_run(tmp_path / "run")
     assert [rank.index for rank in run.ranks] == [0, 1]
+
+
+@pytest.mark.long
+def test_with_a_wrap_for_each_rank_they_are_as_many(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    command = wrapped(tmp_path / "run", [sys.executable, tmp_path / "train.py"])
+    step = {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "1", "WORLD_SIZE": "2"}
+    step |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [{"OMPI_COMM_WORLD_RANK": str(n), "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(2)]
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(spawned(command, env=environment(**step, **of), cwd=tmp_path)) for of in ranks]
+        assert [job.wait(240) for job in jobs] == [0, 0]
+    assert [{path.name for path in rank.iterdir()} for rank in in_ranks(tmp_path / "run")] == [RANK, RANK]
+    (host,) = in_hosts(tmp_path / "run")
+    kinds = [path.name.partition("-")[0] for path in host.iterdir()]
+    assert len(kinds) == len(set(kinds))
+    assert {*kinds} <= HOST
+    # One more for the tasks of this host, and a mark of their end.
+    tasks = sorted(path.name for path in (tmp_path / "run/tasks").iterdir())
+    assert tasks == ["2-ended", f"{host.name}~{boot()[:8]}.jsonl"]

@@ -8,6 +8,7 @@ import re
 import signal
 import stat
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dlprof.read.run import open_run
 from dlprof.record.launch.folder import RunFolder, TakenError, opened
 from dlprof.record.launch.supervisor import Ended, supervise
 from dlprof.run_folder import boot_of, in_hosts
-from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, environment, launch, rows, spawned, until, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, environment, launch, noted, rows, spawned, until, wrapped
 
 
 def supervised(command: list[str], folder: Path, env: Mapping[str, str]) -> Ended:
@@ -152,10 +153,10 @@ def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(
     assert [found(env).path.name for _ in range(2)] == ["train-seven", "train-seven-2"]
     run = found(env, Path("run"))
     assert supervise(["true"], run, env).code == 0
-    (word,) = run.path.glob("tasks/*.json")
+    (word,) = run.path.glob("tasks/*.jsonl")
     assert word.stem == f"{os.uname().nodename}~{boot()[:8]}"  # another host may have this one's name
-    for suffix in (".json", ".ended"):
-        word.with_suffix(suffix).rename(word.with_name(f"another-host{suffix}"))
+    word.write_text(word.read_text().replace(os.uname().nodename, "another-host"))
+    word.rename(word.with_name("another-host~1.jsonl"))
     command = [*DLPROF, "wrap", "--no-report", "--quiet", "--no-sample", "--job", "seven", "-o", "run", "--", "false"]
     assert launch(command, tmp_path).returncode == 1
     told = json.loads((run.path / "run.json").read_text())
@@ -164,10 +165,11 @@ def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(
 
 def test_the_last_task_to_end_writes_what_all_said_and_until_then_readers_ask_each(tmp_path: Path) -> None:
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "PATH": os.environ["PATH"]}
-    run, there, host = tmp_path / "run", tmp_path / "run/tasks/there-2", os.uname().nodename
+    run, there, host = tmp_path / "run", tmp_path / "run/tasks/there~2.jsonl", os.uname().nodename
     there.parent.mkdir(parents=True)
-    other: dict[str, Any] = {"host": "there", "number": "2", "end_ns": None, "resumed_ns": [7, 5], "warnings": []}
-    there.with_suffix(".json").write_text(json.dumps(other | {"exit": {"code": None, "signal": None}}))
+    other: dict[str, Any] = {"task": "2", "host": "there", "number": "2", "end_ns": None, "resumed_ns": [7, 5]}
+    begun = json.dumps({"log": "begun", **other, "warnings": [], "exit": {"code": None, "signal": None}}) + "\n"
+    there.write_text(begun)
     assert not supervised(["sh", "-c", "exit 7"], run, step | {"SLURM_PROCID": "0"}).last
     assert json.loads((run / "run.json").read_text())["tasks"] == []
     so_far = open_run(run)
@@ -177,8 +179,9 @@ def test_the_last_task_to_end_writes_what_all_said_and_until_then_readers_ask_ea
     (run / "ranks/00000").mkdir()
     assert open_run(run).ranks[0].resumed_ns == (5, 7)
     killed = {"end_ns": 1 << 62, "exit": {"code": None, "signal": int(signal.SIGABRT)}}
-    there.with_suffix(".json").write_text(json.dumps(other | killed))
-    there.with_suffix(".ended").touch()
+    # The line of its end was cut off, and written again.
+    ended = json.dumps({"log": "ended", "task": "2", **killed})
+    there.write_text(f"{begun}{ended[:30]}\n{ended}\n")
     assert supervised(["true"], run, step | {"SLURM_PROCID": "1"}).last
     told = json.loads((run / "run.json").read_text())
     ends = [(one["host"], one["number"], one["exit"]["code"], one["exit"]["signal"]) for one in told["tasks"]]
@@ -203,29 +206,37 @@ def test_a_task_that_is_ended_says_which_others_have_not(
     assert (words in done.stderr) is said
 
 
-def test_tasks_beyond_the_first_few_hundred_lie_in_folders_of_their_own(tmp_path: Path) -> None:
-    """Those of one folder may all have ended while those of another run."""
+def test_the_tasks_of_a_host_write_one_file_and_the_last_of_all_hosts_writes_the_end(tmp_path: Path) -> None:
     step = {"OMPI_COMM_WORLD_SIZE": "9999", "PMIX_NAMESPACE": "1", "PATH": os.environ["PATH"]}
     run, host = tmp_path / "run", os.uname().nodename
 
     def task(number: int) -> RunFolder:
         return RunFolder(run, ["true"], {}, step | {"OMPI_COMM_WORLD_RANK": str(number)})
 
-    end: dict[str, Any] = {"end_ns": 1, "exit": {"code": 0, "signal": None}, "resumed_ns": [], "warnings": []}
+    now = time.time_ns()
+    end: dict[str, Any] = {"end_ns": now, "exit": {"code": 0, "signal": None}, "resumed_ns": [], "warnings": []}
     tasks = [task(number) for number in (7, 255, 256, 9_000)]
-    places = sorted(path.relative_to(run / "tasks").as_posix() for path in (run / "tasks").rglob("*.json"))
-    assert places == [
-        f"00256-00511/{host}-256.json",
-        f"08960-09215/{host}-9000.json",
-        f"{host}-255.json",
-        f"{host}-7.json",
+    others = [run / "tasks" / f"{name}~1.jsonl" for name in ("aaa", "zzz")]
+    for other in others:
+        other.write_text(json.dumps({"log": "begun", "task": other.stem, "number": other.stem, "end_ns": None}) + "\n")
+    ended = {name: json.dumps({"log": "ended", "task": name, **end}) + "\n" for name in ("aaa~1", "zzz~1")}
+    others[0].open("a").write(ended["aaa~1"])
+    assert [path.name for path in (run / "tasks").iterdir() if path.name.startswith(host)] == [
+        f"{host}~{boot()[:8]}.jsonl"
     ]
-    assert [one.end(list, **end) for one in tasks[:-1]] == [None] * 3
-    assert tasks[-1].end(lambda: ["of all"], **end | {"warnings": ["of one"]}) == ["of all"]
+    assert [one.end(list, **end) for one in tasks] == [None] * 4
+    with pytest.raises(TakenError):
+        task(256)
+    late = task(300)
+    others[1].open("a").write(ended["zzz~1"])
+    assert late.end(lambda: ["of all"], **end | {"warnings": ["of one"]}) == ["of all"]
     told = json.loads((run / "run.json").read_text())
-    assert sorted(one["number"] for one in told["tasks"]) == ["255", "256", "7", "9000"]
+    assert sorted(one["number"] for one in told["tasks"]) == ["255", "256", "300", "7", "9000", "aaa~1", "zzz~1"]
     assert told["warnings"] == ["of one", "of all"]
-    assert (told["end_ns"], told["exit"]) == (1, {"code": 0, "signal": None})
+    assert (told["end_ns"], told["exit"]) == (now, {"code": 0, "signal": None})
+    # One that begins later still ends it once more.
+    assert task(301).end(list, **end | {"end_ns": now + 1}) == []
+    assert json.loads((run / "run.json").read_text())["end_ns"] == now + 1
 
 
 def test_a_task_packs_the_traces_of_its_own_ranks_and_the_last_to_end_those_that_are_left(tmp_path: Path) -> None:
@@ -238,16 +249,14 @@ def test_a_task_packs_the_traces_of_its_own_ranks_and_the_last_to_end_those_that
     make += " && for rank in 00000 00256-00511/00300; do printf '{}' > ranks/$rank/trace.json; done"
     make += " && printf '{}' > ranks/00000/facts.json && cd hosts/$(uname -n) && " + other
     supervised(["true"], run, step | {"OMPI_COMM_WORLD_RANK": "1"})
-    for suffix in (".json", ".ended"):
-        (run / "tasks" / f"{os.uname().nodename}-1{suffix}").rename(tmp_path / f"task{suffix}")
-    begun = json.loads((tmp_path / "task.json").read_text()) | {"end_ns": None}
-    (run / "tasks" / f"{os.uname().nodename}-1.json").write_text(json.dumps(begun))
+    (file,) = (run / "tasks").glob("*.jsonl")
+    begun, ended = filter(str.strip, file.read_text().splitlines(keepends=True))
+    file.write_text(begun)
     first = supervised(["sh", "-c", make], run, step | {"OMPI_COMM_WORLD_RANK": "0"})
     assert (first.last, first.warnings) == (False, ())
     assert sorted(path.name for path in run.rglob("trace.json*")) == ["trace.json", "trace.json.gz"]
     assert (run / "ranks/00000/trace.json.gz").exists()
-    for suffix in (".json", ".ended"):
-        (tmp_path / f"task{suffix}").rename(run / "tasks" / f"{os.uname().nodename}-1{suffix}")
+    file.write_text(file.read_text() + ended)
     assert supervised(["true"], run, step | {"OMPI_COMM_WORLD_RANK": "2"}).last
     assert sorted(path.name for path in run.rglob("trace.json*")) == ["trace.json.gz"] * 2
 
@@ -260,7 +269,7 @@ def test_the_hosts_of_a_job_lie_flat_unless_its_launcher_says_that_they_are_many
         assert "never imported torch" in supervised([sys.executable, "-c", "pass"], run, env).warnings[0]
         (folder,) = in_hosts(run)
         assert folder.parts[len(run.parts)] == there
-        assert (folder / "hello.jsonl").exists()
+        assert noted(folder, "hello")
 
 
 @pytest.mark.parametrize(
@@ -280,15 +289,15 @@ def test_a_second_job_of_the_same_name_is_refused_or_kept_apart(
     env = {"DLPROF_JOB": "seven", "SLURM_JOB_ID": "7", "PATH": os.environ["PATH"]}
     first = found(env).path
     # What follows is on another host.
-    (mine,) = (first / "tasks").glob("*.json")
-    mine.rename(mine.with_name("another-host.json"))
+    (mine,) = (first / "tasks").glob("*.jsonl")
+    mine.rename(mine.with_name("another-host.jsonl"))
     if not said:
         assert found(env | changes).path == first
         return
     with pytest.raises(TakenError, match=re.escape(said)):
         RunFolder(first, ["true"], {}, env | changes)
     assert found(env | changes).path != first
-    assert [path.name for path in (first / "tasks").iterdir()] == ["another-host.json"]
+    assert [path.name for path in (first / "tasks").iterdir()] == ["another-host.jsonl"]
 
 
 def test_a_job_that_ended_takes_no_task_of_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +411,8 @@ def test_what_is_recorded_on_a_disk_of_the_node_is_put_into_the_run_folder(tmp_p
     assert (about["exit"]["signal"], about["warnings"]) == (signal.SIGTERM, [])
     assert len(rows(run / "ranks/00000")) >= 30
     (host,) = (run / "hosts").iterdir()
-    assert {"samples.jsonl", "hello.jsonl"} <= {path.name for path in host.iterdir()}
+    assert (host / "samples.jsonl").exists()
+    assert noted(host, "hello")
     assert (run / "ranks/00000/trace.json.gz").exists()
 
 
