@@ -322,6 +322,26 @@ IDIOMS: tuple[Idiom, ...] = (
         r"|\(\w+ - \w+\)\.(pow\(2\)|square\(\))\.sum\(",
     ),
     Idiom(
+        "log_determinant",
+        "decomposes a matrix for the logarithm of its determinant",
+        "of a symmetric, positive matrix: `2 * torch.linalg.cholesky(a).diagonal(dim1=-2, dim2=-1).log().sum(-1)`; of"
+        " others `torch.linalg.slogdet(a)`",
+        _PYTORCH + "generated/torch.linalg.cholesky.html",
+        ("forward", "rest"),
+        source=r"\b(eigvalsh|eigvals|svdvals)\(.*\.log\w*\(|\.log\w*\(.*\b(eigvalsh|eigvals|svdvals)\(",
+    ),
+    Idiom(
+        "decomposition",
+        "decomposes a matrix in every step",
+        "for a spectral norm: `torch.nn.utils.parametrizations.spectral_norm`, a step of power iteration; to solve:"
+        " `torch.linalg.solve(a, b)`, of a positive matrix `torch.cholesky_solve`; a few of the largest vectors:"
+        " `torch.svd_lowrank`; else every k steps",
+        _PYTORCH + "generated/torch.svd_lowrank.html",
+        ("forward", "rest"),
+        source=r"\blinalg\.(eigh|eigvalsh|eig|eigvals|svd|svdvals|qr|pinv|inv|matrix_exp|lstsq)\("
+        r"|\btorch\.(svd|pinverse|inverse|matrix_exp)\(|\.(inverse|pinverse|svd|matrix_exp)\(",
+    ),
+    Idiom(
         "graph_kept",
         "keeps the graph, and walks all that it has kept again",
         "call `backward()` on each part's own loss, without `retain_graph=True`, and sum `loss.detach()`: the gradients"

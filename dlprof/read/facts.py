@@ -120,6 +120,9 @@ RANK: Mapping[str, Shape] = {
         **_all(int, "chained_bytes fused_bytes"),
         "one_hot": [_all(int, "values classes")],
         "uncounted": {},
+        "lines": [
+            {**_all(str, "phase after file function source"), **_all(int, "line calls"), "operators": {}, "moved": {}}
+        ],
     },
     "step": {"mark": str, "told": bool},
     "padding": [{"step": int, "source": str, "padded": int, "lengths": [int]}],

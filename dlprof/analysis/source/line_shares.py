@@ -96,7 +96,7 @@ def _innermost(stack: list[str], directory: str) -> tuple[tuple[bool, str, int, 
 _FEW, _NEARLY_ALL = 8, 0.8
 
 # The lines of a loop are no further than this from each other, mostly.
-_AROUND = 3
+AROUND = 3
 
 # A line is called what at least this share of its samples is.
 _NAMED = 0.25
@@ -293,7 +293,7 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
         known = whole[~whole["idiom"].isin(("", idioms.LOOPS))].groupby("idiom")["samples"].sum()
         name = str(known.idxmax()) if len(known) and known.max() >= _NAMED * whole["samples"].sum() else name
     near = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"])]
-    near = near[(near["line"] - top["line"]).abs() <= _AROUND]
+    near = near[(near["line"] - top["line"]).abs() <= AROUND]
     callers = tuple(Place(file, line, caller) for caller, file, line in top["callers"])
     share = float(near["samples"].sum() / of)
     return CostlyLine(place, callers, share, str(top["text"]), idioms.BY_NAME.get(name))

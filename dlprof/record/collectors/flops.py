@@ -61,8 +61,8 @@ _KINDS = {
 _KIND_OF = {f"aten::{name}": kind for kind, names in _KINDS.items() for name in names.split()}
 # The most lines that are counted, and the most that are kept with their most frequent operators.
 _MOST_LINES = 400
-_KEPT_LINES = 40
-_MOST_NAMES = 6
+_KEPT_LINES, _LARGEST_LINES = 40, 20
+_MOST_NAMES = 12
 # The most sizes of one-hot tensors that are kept.
 _MOST_ONE_HOT = 8
 # After so many more steps, what is still there and has not been written into stays the same in each.
@@ -216,6 +216,15 @@ def _obstacle(recorder: Recorder, untested: bool) -> str:
     return ""
 
 
+@dataclass
+class _Line:
+    """A line of the script: how often it calls each operator, and how many bytes these move."""
+
+    place: Place
+    operators: Counter[str]
+    moved: Counter[str]
+
+
 class _Counts:
     """Counts what the operators of a step compute."""
 
@@ -232,7 +241,7 @@ class _Counts:
         self._others: Counter[str] = Counter()  # calls of operators without a formula
         self._one_hot: set[tuple[int, int]] = set()  # values and classes of one-hot tensors
         # The script's lines that call operators, by their phase and the last phase before them.
-        self._lines: dict[tuple[str, str, Any, int], tuple[Place, Counter[str]]] = {}
+        self._lines: dict[tuple[str, str, Any, int], _Line] = {}
         self._callers: dict[tuple[Any, int], Place] = {}  # of the functions that these lines are in
         self._after = "fetch" if clock.row.fetches else "optimizer"
         self.over = False
@@ -254,10 +263,14 @@ class _Counts:
                 self._one_hot.add((out.numel(), out.shape[-1]))
         if phase is not None:
             self._after = PHASES[phase]
-        place = caller = None
+        line = place = caller = None
         if phase != BACKWARD and not name.startswith("profiler::"):
-            place, caller = self._see_line("" if phase is None else PHASES[phase], name)
+            line, caller = self._see_line("" if phase is None else PHASES[phase])
         moved = self._traffic.see(func, args, out, optimizer=phase == OPTIMIZER)
+        if line is not None:
+            place = line.place
+            line.operators[name] += 1
+            line.moved[name] += moved
         formula = _FORMULAS.get(name)
         tensors = list(tensors_in(args))
         shape = " ".join("x".join(map(str, t.shape)) for t in tensors) if formula is not None else ""
@@ -288,10 +301,8 @@ class _Counts:
         sums[1] += flops
         sums[2] += moved
 
-    def _see_line(self, phase: str, name: str) -> tuple[Place | None, Place | None]:
-        """Count a call of an operator for the script's line that it comes from; return that, and what called its
-        function, if there are such.
-        """
+    def _see_line(self, phase: str) -> tuple[_Line | None, Place | None]:
+        """Return the script's line that calls an operator, and what called its function, if there are such."""
         calls = self._clock.observed.calls
         found = calls.line(sys._getframe(2))
         if found is None:
@@ -305,18 +316,19 @@ class _Counts:
         if key not in self._lines:
             if len(self._lines) >= _MOST_LINES:
                 return None, None
-            self._lines[key] = place(), Counter()
-        at, operators = self._lines[key]
-        operators[name] += 1
-        return at, caller
+            self._lines[key] = _Line(place(), Counter(), Counter())
+        return self._lines[key], caller
 
     def _of_lines(self) -> list[dict[str, Any]]:
-        """Return the entries of facts.json for the lines with the most calls."""
-        busiest = sorted(self._lines.items(), key=lambda item: -item[1][1].total())[:_KEPT_LINES]
+        """Return the entries of facts.json for the lines with the most calls, and for those that move most bytes."""
+        lines = self._lines.items()
+        busiest = sorted(lines, key=lambda item: -item[1].operators.total())[:_KEPT_LINES]
+        largest = sorted(lines, key=lambda item: -item[1].moved.total())[:_LARGEST_LINES]
         return [
-            {"phase": phase, "after": after, **place.quoted}
-            | {"calls": operators.total(), "operators": dict(operators.most_common(_MOST_NAMES))}
-            for (phase, after, _, _), (place, operators) in busiest
+            {"phase": phase, "after": after, **line.place.quoted, "calls": line.operators.total()}
+            | {"operators": dict(kept := line.operators.most_common(_MOST_NAMES))}
+            | {"moved": {name: line.moved[name] for name, _ in kept}}
+            for (phase, after, _, _), line in dict([*busiest, *largest]).items()
         ]
 
     def facts(self) -> dict[str, Any]:

@@ -227,7 +227,7 @@ NET = f"{LOOP};_call_impl (/v/lib/python3.11/site-packages/torch/nn/modules/modu
     ("text", "stacks", "facts", "state"),
     [
         ("angles = torch.cat([x.sin(), x.cos()], -1)", 60, runs.CPU, "found"),
-        ("angles = torch.cat([x.sin(), x.cos()], -1)", 60, {"device": {"type": "cuda"}}, "does_not_apply"),
+        ("angles = torch.cat([x.sin(), x.cos()], -1)", 60, {"device": {"type": "cuda"}}, "not_measured"),
         ("angles = torch.cat([x.sin(), x.cos()], -1)", 10, runs.CPU, "clear"),  # under a fifth
         ("angles = torch.cat([x.sin(), x.cos()], -1)", 0, runs.CPU, "not_measured"),
         ("return self.second(self.first(x))", 60, runs.CPU, "clear"),

@@ -4,23 +4,29 @@ Positions and masks that are the same in each step, the differences of all pairs
 a graph that is walked again: the operators of such a line are as fast as they can be, and no rule on operators sees
 that they are too many.
 
-Needs a job that trains on a CPU, the step log, the stacks that py-spy saw in its forward and backward passes, and a
-line that takes a fifth of them and of which the source says what it does. On a GPU the stacks show what the host does,
-and not where the device's time goes.
+Needs the step log, and a line that takes a notable part of the step and of which the source says what it does. On a
+GPU: a trace and a step whose operators were counted by line. On a CPU: the stacks that py-spy saw in the passes, of
+which the line takes a fifth.
 
-Saving: the line's share of the stacks in the pass, of that pass; with a forward pass, as much of the backward pass, and
-with a loss that is written out in a loop, all of it: the most that it can be.
+Saving: the most that it can be, the line gone. On a GPU by a replay without the kernels that the line's operators and
+their backward pass launch. On a CPU its share of the stacks in the pass, of that pass, and its part of the backward
+pass: what its operators take there by the trace, else as much as of the forward pass, and with a loss that is written
+out in a loop, all of it.
 
 What to change: what the line is known to be.
 """
 
 from __future__ import annotations
 
-from dlprof.analysis.engine import Frame, Maybe, maybe, needs
+from dlprof.analysis import idioms, settings
+from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.source.line_shares import CostlyLine, call_sites, costliest, costly_lines, is_at
+from dlprof.analysis.source.line_shares import AROUND, CostlyLine, call_sites, costliest, costly_lines, is_at
+from dlprof.analysis.source.line_work import line_work
 from dlprof.analysis.source.patches import Call
 from dlprof.analysis.timeline.steps import mean_step_ns, phases_of_step
+from dlprof.result import Place
 from dlprof.units import duration, percent
 
 # What goes with a line of a pass, or of a loss: autograd runs the line's part of the backward pass elsewhere.
@@ -30,22 +36,25 @@ _NAMED = {"forward": "the forward pass", "backward": "the backward pass", "rest"
 
 def check(
     costly_lines: Maybe[Frame] = maybe(costly_lines),
-    phases_of_step: Frame = needs(phases_of_step),
+    phases_of_step: Maybe[Frame] = maybe(phases_of_step),
     call_sites: Maybe[list[Call]] = maybe(call_sites),
+    line_work: Maybe[Frame] = maybe(line_work),
+    cpu_parts: Maybe[Frame] = maybe(cpu_parts),
+    cpu_work: Maybe[Frame] = maybe(cpu_work),
+    job: Job = needs(JOB),
 ) -> Estimate:
-    costly_lines.get()
-    losses = [call for call in call_sites.or_none() or () if call.kind == "loss"]
-    ns = {(int(r), p): float(ns) for r, p, ns in phases_of_step[["rank", "phase", "ns"]].itertuples(index=False)}
-    found: dict[int, tuple[float, str, CostlyLine]] = {}
-    for rank in {rank for rank, _ in ns}:
-        for phase, passes in _PASSES.items():
-            line = costliest(costly_lines, rank, phase)
-            if line is None or line.idiom is None or not line.idiom.first:
-                continue
-            if phase != "rest" or any(is_at(call, line.place.file, line.place.line) for call in losses):
-                own, *also = (ns[rank, one] for one in passes)
-                took = line.share * own + sum(also) * (1.0 if phase == "rest" else line.share)
-                found[rank] = max(found.get(rank, (0.0, "", line)), (took, phase, line), key=lambda one: one[0])
+    lines = line_work.or_none()
+    if not settings.on_cpu(job):
+        found = _traced(line_work.get())
+    elif lines is None or (parts := cpu_parts.or_none()) is None:
+        found = _seen(costly_lines, phases_of_step.get(), call_sites, None)
+    else:
+        traced = _traced(lines)
+        all_ns = in_all_steps({rank: took for rank, (took, *_) in traced.items()}, parts, cpu_work.get())
+        found = {rank: (all_ns[rank], phase, line) for rank, (_, phase, line) in traced.items()}
+        if costly_lines.or_none() is not None and phases_of_step.or_none() is not None:
+            for rank, seen in _seen(costly_lines, phases_of_step.get(), call_sites, lines).items():
+                found[rank] = max(found.get(rank, seen), seen, key=lambda one: one[0])
     if not found:
         return nothing("no line of the model is known to do needless work")
     return Estimate(
@@ -53,18 +62,79 @@ def check(
     )
 
 
+_Found = dict[int, tuple[float, str, CostlyLine]]  # by rank: what the line takes, ns, where it stands, and the line
+
+
+def _traced(lines: Frame) -> _Found:
+    """Return the line of each rank whose operators take most in the traced steps, of those that are known."""
+    found: _Found = {}
+    for row in lines[lines["gain_ns"] > 0].to_dict("records"):
+        known = idioms.known(str(row["source"]), (f"{row['function']} ()",), row["phase"] or "rest")
+        if known is not None and known.first and row["gain_ns"] > found.get(row["rank"], (0.0,))[0]:
+            share = (row["forward_ns"] + row["backward_ns"]) / row["of_ns"]
+            place = Place(row["file"], row["line"], row["function"])
+            found[row["rank"]] = row["gain_ns"], "", CostlyLine(place, (), share, row["source"], known)
+    return found
+
+
+def _seen(
+    costly_lines: Maybe[Frame],
+    phases_of_step: Frame,
+    call_sites: Maybe[list[Call]],
+    line_work: Frame | None,
+) -> _Found:
+    """Return the line of each rank that was seen most, if it is known."""
+    costly_lines.get()
+    losses = [call for call in call_sites.or_none() or () if call.kind == "loss"]
+    ns = {(int(r), p): float(ns) for r, p, ns in phases_of_step[["rank", "phase", "ns"]].itertuples(index=False)}
+    found: _Found = {}
+    for rank in {rank for rank, _ in ns}:
+        for phase, passes in _PASSES.items():
+            line = costliest(costly_lines, rank, phase)
+            if line is None or line.idiom is None or not line.idiom.first:
+                continue
+            if phase != "rest" or any(is_at(call, line.place.file, line.place.line) for call in losses):
+                own, *also = (ns[rank, one] for one in passes)
+                times = _backward(line_work, rank, line)
+                part = (1.0 if phase == "rest" else line.share) * sum(also)
+                took = line.share * own + (part if times is None else min(line.share * own * times, sum(also)))
+                found[rank] = max(found.get(rank, (0.0, "", line)), (took, phase, line), key=lambda one: one[0])
+    return found
+
+
+def _backward(lines: Frame | None, rank: int, line: CostlyLine) -> float | None:
+    """Return how many times as long as a line, and those around it, its part of the backward pass takes."""
+    if lines is None:
+        return None
+    near = lines[(lines["rank"] == rank) & (lines["function"] == line.place.function)]
+    near = near[[str(file).endswith(line.place.file) for file in near["file"]]]
+    near = near[(near["line"] - (line.place.line or 0)).abs() <= AROUND]
+    forward = float(near["forward_ns"].sum())
+    return float(near["backward_ns"].sum()) / forward if forward > 0 else None
+
+
 def explain(estimate: Estimate, mean_step_ns: float = needs(mean_step_ns)) -> Explanation:
     took, phase, line = estimate.seen[estimate.worst]
-    name, alone = _NAMED[phase], phase == "backward"
-    both = ":" if alone else "; with its part of the backward pass that is"
+    if not phase:
+        summary = f"{percent(line.share)} of what rank {estimate.worst} computes is called in {line.shown}"
+        summary += f" with its part of the backward pass: up to {duration(took)} of a step."
+        sure = "Estimated as the operators of this line gone from the traced steps; what is done instead takes some of"
+        sure += " it."
+        title = "A line of the script does more than it must"
+    else:
+        name, alone = _NAMED[phase], phase == "backward"
+        both = ":" if alone else "; with its part of the backward pass that is"
+        summary = f"{percent(line.share)} of the stacks in {name} of rank {estimate.worst} are in {line.shown}"
+        summary += f" and the lines around it{both} up to {duration(took)} of a step."
+        sure = f"Estimated as the line gone, by its share of the stacks in {name}"
+        sure += "." if alone else "; that it takes as much of the backward pass is assumed."
+        title = f"A line of {name} does more than it must"
     return Explanation(
-        title=f"A line of {name} does more than it must",
-        summary=f"{percent(line.share)} of the stacks in {name} of rank {estimate.worst} are in {line.shown}"
-        f" and the lines around it{both} up to {duration(took)} of a step.",
+        title=title,
+        summary=summary,
         changes=(change(line.advice()),),
         verdict=f"Up to {percent(took / mean_step_ns)} of each step goes to one line: {line.does}.",
-        sure=f"Estimated as the line gone, by its share of the stacks in {name}"
-        + ("." if alone else "; that it takes as much of the backward pass is assumed."),
+        sure=sure,
         at_most=True,
         where=(line.place,),
     )
@@ -76,5 +146,4 @@ RULE = Rule(
     explain,
     ("computation", "host", "other"),
     notable=0.05,
-    only_with="cpu",
 )

@@ -1,0 +1,129 @@
+"""What each line of the script that calls operators takes of a step: its operators, and their backward pass.
+
+The step whose operators were counted says which line calls which operators how often, and how many bytes they move. The
+traced steps say what the operators of a name take, and which of them made each function of the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof import schema
+from dlprof.analysis.compute.kernels import around, kernels, shorter_kernels
+from dlprof.analysis.compute.operators import operator_work
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank
+from dlprof.analysis.modules.frames import forward_rows
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.host import is_on_device
+from dlprof.analysis.timeline.steps import Timing, timing
+from dlprof.errors import NotMeasured
+
+_AT = ("phase", "after", "file", "line", "function", "source", "calls")
+_COLUMNS = [*_AT, "forward_ns", "backward_ns", "of_ns", "gain_ns"]
+
+
+# Of lines with less than this share of what all operators take, no gain is replayed.
+_NOTABLE = 0.05
+
+
+@per_rank
+def line_work(
+    operator_work: Frame = needs(operator_work),
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    timing: Timing = needs(timing),
+    rank: RankFacts = needs(RANK),
+    kernels: Maybe[Frame] = maybe(kernels),
+    shorter_kernels: Maybe[Callable[..., float]] = maybe(shorter_kernels),
+) -> pd.DataFrame:
+    """Return the lines that call operators, the one that takes most first: phase, after, file, line, function, source,
+    calls, forward_ns, backward_ns, of_ns (what all operators take) and gain_ns.
+
+    Times are those of a mean steady traced step, ns: on a device of the kernels that the operators launch, on a CPU of
+    the operators themselves. Lines that call operators of one name share its time by the bytes that they move there,
+    else by their calls. `gain_ns`: how much shorter the step were without them: on a device by a replay; NaN where that
+    is little. Raises NotMeasured where no step's operators were counted.
+    """
+    lines = [one for one in (rank.facts.get("flops") or {}).get("lines") or [] if {*_AT} <= {*one}]
+    called = [_numbers(one.get("operators")) for one in lines]
+    if not any(called):
+        raise NotMeasured("no step's operators were counted by line")
+    names = {name for of in called for name in of}
+    name, backward = _operators(operator_work["owner"].to_numpy(), spans, is_on_device, names)
+    took = operator_work["dur_ns"].to_numpy()
+    by = pd.DataFrame({"name": name, "backward": backward, "ns": took / max(len(timing.windows), 1)})
+    by = by.groupby(["name", "backward"], as_index=False).sum()
+    ns = {(str(n), bool(back)): float(each) for n, back, each in by.itertuples(index=False)}
+    of_ns = sum(ns.values())
+    rows = []
+    for one, shares in zip(lines, _shares(called, [_numbers(one.get("moved")) for one in lines]), strict=True):
+        forward, back = (sum(ns.get((n, part), 0.0) * share for n, share in shares.items()) for part in (False, True))
+        gain = forward + back
+        if gain < _NOTABLE * of_ns:
+            gain = math.nan
+        elif (shorter := shorter_kernels.or_none()) is not None:
+            left = pd.Series(1.0 - np.array([shares.get(str(n), 0.0) for n in name]), operator_work.index)
+            left = left.reindex(kernels.get().index, fill_value=1.0)
+            gain = shorter((left < 1.0).to_numpy(), left.to_numpy())
+        rows.append((*(one[key] for key in _AT), forward, back, of_ns, gain))
+    frame = pd.DataFrame(rows, columns=_COLUMNS)
+    order = (frame["forward_ns"] + frame["backward_ns"]).sort_values(ascending=False, kind="stable").index
+    return frame.loc[order].reset_index(drop=True)
+
+
+def _numbers(found: Any) -> dict[str, int]:
+    return {k: v for k, v in (found or {}).items() if isinstance(v, int)} if isinstance(found, dict) else {}
+
+
+def _shares(called: Sequence[Mapping[str, int]], moved: Sequence[Mapping[str, int]]) -> list[dict[str, float]]:
+    """Return for each line its share of all that is called by each name of its operators."""
+    calls, size = Counter[str](), Counter[str]()
+    for n, moves in zip(called, moved, strict=True):
+        calls.update(n)
+        size.update(moves)
+    return [
+        {name: moves.get(name, 0) / size[name] if size[name] else k / calls[name] for name, k in n.items() if k}
+        for n, moves in zip(called, moved, strict=True)
+    ]
+
+
+def _operators(
+    owner: NDArray[np.int64], spans: pd.DataFrame, is_on_device: NDArray[np.bool_], names: set[str]
+) -> tuple[NDArray[np.object_], NDArray[np.bool_]]:
+    """Return the operator among `names` that each row's work is of ("": none), and whether in the backward pass.
+
+    `owner`: the rows of the innermost operators. What a function of the backward pass does is of the operator that made
+    the function.
+    """
+    categories = spans["name"].cat.categories
+    counted = np.array([str(text) in names for text in categories])[spans["name"].cat.codes.to_numpy()]
+    is_function = ~host.is_one_of(spans["forward_thread"], "")
+    outer = around(spans, is_on_device, "op")
+    function = _first(owner, outer, is_function)
+    functions = np.unique(function[function >= 0])
+    made_by = forward_rows(spans, is_on_device, functions) if len(functions) else functions
+    of = owner.copy()
+    backward = function >= 0
+    if len(functions):
+        of[backward] = made_by[np.searchsorted(functions, function[backward])]
+    at = _first(of, outer, counted)
+    texts = np.array(["", *map(str, categories)], dtype=object)
+    return texts[np.where(at >= 0, spans["name"].cat.codes.to_numpy()[at] + 1, 0)], backward
+
+
+def _first(rows: NDArray[np.int64], outer: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return for each row itself, or the nearest around it, that is wanted; -1: none."""
+    at = rows.copy()
+    for _ in range(host.MOST_DEEP):
+        left = np.flatnonzero((at >= 0) & ~wanted[np.maximum(at, 0)])
+        if not len(left):
+            break
+        at[left] = outer[at[left]]
+    return np.where((at >= 0) & wanted[np.maximum(at, 0)], at, -1)
