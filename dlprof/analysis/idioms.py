@@ -28,6 +28,7 @@ class Idiom:
     "function (file)". `doing`: where such a line stands. `first`: the line is needless work, so that its remedy comes
     before more workers; else it is work that somebody has to do. `last`: what the line calls says more than its source.
     `around`: as `frames`, but whatever is called within it. `unless`: as `frames`, of what the line must not call.
+    `loops`: it is one of a loop whose turns could be done at once.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Idiom:
     last: bool = False
     around: str = ""
     unless: str = ""
+    loops: bool = False
 
 
 _PYTORCH = "https://docs.pytorch.org/docs/stable/"
@@ -291,6 +293,17 @@ IDIOMS: tuple[Idiom, ...] = (
         "https://numpy.org/doc/stable/reference/generated/numpy.searchsorted.html",
         (*DATA, "rest", *START),
         source=r"\b(where|nonzero|flatnonzero|argwhere)\([^,]* == [^,]*\)|\([^()]* == [^()]*\)\.(nonzero|argwhere)\(",
+    ),
+    Idiom(
+        "rows_of_each",
+        "picks the rows of one expert or class at a time, and waits until it is known how many they are",
+        "order the rows once (`argsort`, `bincount`), and compute all experts at once:"
+        " `torch.nn.functional.grouped_mm`, or stacked weights and `torch.bmm` over rows that are padded to a fixed"
+        " number for each",
+        _PYTORCH + "generated/torch.nn.functional.grouped_mm.html",
+        ("forward",),
+        source=r"\b(where|nonzero)\([^,()]* == [^,()]*\)|\([^,()]* == [^,()]*\)\.nonzero\(",
+        loops=True,
     ),
     Idiom(
         "drawn_one_by_one",
@@ -948,6 +961,7 @@ IDIOMS: tuple[Idiom, ...] = (
         source=r"\bfor \w+ in range\(|\[.* for .* in .*\]|\bsum\(.* for ",
         last=True,
         unless=r"\(.*torch/nn/modules/(?!loss|module)",  # a loop over layers, heads or experts is none over elements
+        loops=True,
     ),
     Idiom(
         "evaluated",

@@ -36,7 +36,7 @@ from dlprof.analysis.host.stacks import COMPUTING, hottest, hottest_own, hottest
 from dlprof.analysis.host.waiting import sync_waits
 from dlprof.analysis.input.loader import before_forward
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.line_shares import costliest, costly_lines
+from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
 from dlprof.analysis.source.where import Option, options, with_option
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steady import light_steps
@@ -86,6 +86,7 @@ def check(
     host_work: Frame = needs(host_work),
     capturing: Maybe[Frame] = maybe(capturing),
     mean_step_ns: float = needs(mean_step_ns),
+    costly_lines: Maybe[Frame] = maybe(costly_lines),
     job: Job = needs(JOB),
 ) -> Estimate:
     work = host_work[host_work["rank"] == worst(held_up.by_rank_ns)]
@@ -100,17 +101,20 @@ def check(
         )
     calls = float(capturing.get()["calls"].min())
     large = held_up.gain_ns >= NOTABLE_SHARE * mean_step_ns
+    loop = None
     if large and calls < MANY_CALLS and (obstacle := _obstacle(capturing.get())):
-        raise NotMeasured(
-            f"{duration(held_up.gain_ns)} a step are lost to launching the forward and backward pass, but these cannot"
-            f" be captured as a graph: {obstacle}"
-        )
+        loop = costliest(costly_lines, worst(held_up.by_rank_ns), "forward")
+        if loop is None or loop.idiom is None or not loop.idiom.loops:
+            raise NotMeasured(
+                f"{duration(held_up.gain_ns)} a step are lost to launching the forward and backward pass, but these"
+                f" cannot be captured as a graph: {obstacle}"
+            )
     return Estimate(
         saving_ns=held_up.gain_ns,
         by_rank_ns=held_up.by_rank_ns,
         noise_of=HOST,
         loses=f"is lost because the device waits for the launches of the {settings.passes(job)}",
-        seen=(ON_DEVICE, work, calls),
+        seen=(ON_DEVICE, work, calls if loop is None else loop),
     )
 
 
@@ -147,6 +151,8 @@ def explain(
         {"name": "what the training thread did", "phase": "phase", "ns": "time a traced step_ns"},
     )
     if where == ON_DEVICE:
+        if isinstance(more, CostlyLine):
+            return _looped(estimate, more, mean_step_ns, evidence)
         if more >= MANY_CALLS:
             return _called_often(estimate, mean_step_ns, digits(round(more)), evidence)
         return _launching(estimate, mean_step_ns, estimate.rows(launch_means.get()), evidence, traced, job)
@@ -192,6 +198,23 @@ def explain(
         if line is not None and line.does
         else "",
         sure=f"Estimated as all of it gone. The profiler slows the host{untraced}",
+    )
+
+
+def _looped(estimate: Estimate, line: CostlyLine, mean_step_ns: float, evidence: Panel) -> Explanation:
+    return Explanation(
+        title="A loop in the model launches its work bit by bit",
+        summary=f"{percent(line.share)} of the stacks in the forward pass of rank {estimate.worst} are in {line.shown}"
+        f" and the lines around it, a loop; for {duration(estimate.saving_ns)} of {duration(mean_step_ns)} a step the"
+        " device waits for launches, and no CUDA graph can replay them, as the host waits for the device in between.",
+        changes=(change(line.advice("do all of the loop at once:")),),
+        evidence=evidence,
+        at_most=True,
+        where=(line.place,),
+        verdict=f"Up to {percent(estimate.saving_ns / mean_step_ns)} of each step waits for a loop in the model:"
+        f" {line.does}.",
+        sure="Estimated by replaying the traced steps with all launches of the forward and backward pass at once: the"
+        " most that it can give.",
     )
 
 

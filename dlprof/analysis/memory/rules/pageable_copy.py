@@ -11,7 +11,8 @@ They keep their place on the stream that computes; hiding them as well is what `
 less than pinning its batches takes the loader's one thread for that, or without workers the training thread.
 
 What to change: `pin_memory=True` on the DataLoader, and `.to(device, non_blocking=True)` for the batch. Memory that
-does not come from a loader: `tensor.pin_memory()` once, outside the loop.
+does not come from a loader: `tensor.pin_memory()` once, outside the loop. Where there is no loader at all: what batches
+are drawn from on the device, where it fits, and indexed there.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ def explain(estimate: Estimate, copies: Frame = needs(copies), job: Job = needs(
     rate = f", {size(moved / ns * 1e9)}/s" if moved > 0 and ns > 0 else ""
     pin = settings.training_loader(job, rank).get("pin_memory")
     pinned = change(f"`DataLoader(..., pin_memory=True)`{is_now(pin)}", pin_memory=(pin, True))
+    if settings.lacks_loader(job):
+        pinned = change(
+            "keep what the batches are drawn from as tensors on the GPU, where it fits, and index them there; else"
+            " `pin_memory()` of the tensors that are copied"
+        )
     return Explanation(
         title="Batches are copied to the device from pageable memory",
         summary=f"{moved_in}{count(copied, 'copy')} a step take {duration(ns)}{rate}, {duration(exposed)} of it with"
