@@ -35,6 +35,7 @@ from dlprof.analysis.modules.tree import FLAGS, module_means
 from dlprof.analysis.modules.work import OUTSIDE, module_naming
 from dlprof.analysis.panel import MOST_RANKS as MOST_LISTED
 from dlprof.analysis.panel import cells
+from dlprof.analysis.source.line_work import lines_of_work
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.analysis.step.savings import lengths_ns, spread
 from dlprof.analysis.step.throughput import of_throughput, scaling, throughput
@@ -66,7 +67,7 @@ from dlprof.result import (
     Window,
     Work,
 )
-from dlprof.result.figures import GpuLog, Module, Modules, Outside, Profile, Throughput
+from dlprof.result.figures import GpuLog, LineWork, Module, Modules, Outside, Profile, Throughput
 from dlprof.units import digits, duration, percent, quantity, size
 
 T = TypeVar("T")
@@ -299,6 +300,7 @@ FIELDS: Mapping[str, Callable[..., Any]] = {
     "modules": modules_of,
     "host_limited": host_limited_of,
     "device_work": _value(kinds_of_work),  # None: no kernel was traced
+    "lines": _rows(LineWork, lines_of_work),  # (): no step's operators were counted by line
     "budget": _rows(RunPart, run_parts),  # (): the run's beginning and end are not known
 }
 

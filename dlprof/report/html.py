@@ -108,6 +108,7 @@ def render(result: Result, run: str = "", named: first.Named = lambda _: None) -
         held=held,
         device=ranks.device(result),
         kinds=ranks.device_kinds(result),
+        lines=ranks.lines_of_work(result),
         limits=verdict.device_floor(result)[0],
         host=verdict.host_limited(result),
         cards=cards,

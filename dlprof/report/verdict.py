@@ -7,6 +7,7 @@ the device can do.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from dlprof.report.formatting import (
 from dlprof.report.looks import look
 from dlprof.result import ForeignLoad, MemoryPeak, Outcome, Result, RunPart
 from dlprof.result.figures import GpuLog, Profile
-from dlprof.units import used_by_others
+from dlprof.units import short, used_by_others
 
 # What makes a rank late: "for rank 1, which ...".
 _LATE: Mapping[str, str] = {
@@ -142,7 +143,25 @@ def headline(result: Result) -> Headline:
     second = [f"{counted(clear, 'rule')} found nothing above the threshold"]
     second += [f"{unknown} could not be measured"] if unknown else []
     second += [f"{apart} {'does' if apart == 1 else 'do'} not apply"] if apart else []
-    return Headline(first, f"{'; '.join(second)}. {device_floor(result)[1]}".strip(), share)
+    said = (f"{'; '.join(second)}.", _heaviest_line(result), device_floor(result)[1])
+    return Headline(first, " ".join(filter(None, said)), share)
+
+
+# A line that computes so much of the step is named where no rule has found anything.
+_HEAVY = 0.25
+
+
+def _heaviest_line(result: Result) -> str:
+    """Return the line whose operators take most, where that is much; "" else, or where it only calls the model."""
+    top = next((one for one in result.lines if not _CALLS_MODEL.fullmatch(one.source)), None)
+    if top is None or top.share < _HEAVY:
+        return ""
+    text = f"`{short(plain(top.source), 80)}` ({plain(top.file, 120)}:{top.line})"
+    return f"{percent(top.share)} of what is computed is called in {text}, with its part of the backward pass."
+
+
+# Such a line leads to all of the model, and says nothing of it.
+_CALLS_MODEL = re.compile(r"(\w+(, \w+)* = |return )?[\w.]*(model|net|self)\w*\(.*\)[\w.]*")
 
 
 def _held(memory: Sequence[MemoryPeak]) -> str:

@@ -7,7 +7,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from dlprof.result.figures import DeviceWork, Footprint, GpuLog, InModule, Member, Modules, Profile, Throughput
+from dlprof.result.figures import (
+    DeviceWork,
+    Footprint,
+    GpuLog,
+    InModule,
+    LineWork,
+    Member,
+    Modules,
+    Profile,
+    Throughput,
+)
 from dlprof.result.figures import MemoryPeak as MemoryPeak
 from dlprof.result.scale import Scaling
 from dlprof.result.tried import Tried
@@ -446,6 +456,7 @@ class Result(msgspec.Struct, frozen=True):
     modules: Modules | None = None  # None: nothing was traced
     host_limited: HostLimited | None = None  # None: no device was traced, or its launches are not known
     device_work: DeviceWork | None = None  # None: no device was traced
+    lines: tuple[LineWork, ...] = ()  # the longest first; () where no step's operators were counted by line
     budget: tuple[RunPart, ...] = ()  # in the order of time; () where the run's beginning and end are not known
     changes: tuple[
         Proposal, ...

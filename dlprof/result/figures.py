@@ -125,6 +125,23 @@ class WorkKind(msgspec.Struct, frozen=True):
     bytes: float | None = None
 
 
+class LineWork(msgspec.Struct, frozen=True):
+    """What the operators that a line of the script calls take of a mean traced step, mean of the ranks.
+
+    `ns`: with their part of the backward pass, `backward_ns`; on a device of the kernels that they launch. `share`: of
+    what all operators take. `source`: the line's text.
+    """
+
+    file: str
+    line: int
+    function: str
+    source: str
+    calls: float
+    ns: float
+    backward_ns: float
+    share: float
+
+
 class DeviceWork(msgspec.Struct, frozen=True):
     """What a device's kernels, fills and copies within its memory take of a mean traced step, by kind, longest first.
 

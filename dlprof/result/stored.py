@@ -44,6 +44,7 @@ _LATER = (
     "modules",
     "footprint",
     "device_work",
+    "lines",
     "host_limited",
     "budget",
 )  # fields that a result may lack

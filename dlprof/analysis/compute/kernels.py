@@ -402,7 +402,7 @@ def work_kinds(
     device, _, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     byte_ns, owner, steps = 1e9 / (bandwidth or np.nan), mine["owner"].to_numpy(), len(timing.windows)
     limits = _limits(rank, modules.or_none(), byte_ns)
-    operator = _counted_operator(owner, spans, is_on_device, {*limits.index, *(counted.get("uncounted") or ())})
+    operator = counted_operator(owner, spans, is_on_device, {*limits.index, *(counted.get("uncounted") or ())})
     within, by_optimizer = module_rows.or_none(), launched_by_optimizer.or_none()
     if _REST in limits.index and within is not None:
         operator[(operator == "") & (owner >= 0) & (within["module"].to_numpy()[owner] >= 0)] = _REST
@@ -454,7 +454,7 @@ def _limits(rank: RankFacts, modules: pd.DataFrame | None, byte_ns: float) -> pd
     return every.groupby("operator")[["flops", "bytes", "least_ns"]].sum()
 
 
-def _counted_operator(
+def counted_operator(
     owner: NDArray[np.int64], spans: pd.DataFrame, is_on_device: NDArray[np.bool_], counted: Collection[str]
 ) -> NDArray[np.object_]:
     """Return the outermost operator around each launch that was seen in the counted step, "" where there is none.

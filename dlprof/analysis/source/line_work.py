@@ -16,9 +16,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
-from dlprof.analysis.compute.kernels import around, kernels, shorter_kernels
+from dlprof.analysis.compute.kernels import around, counted_operator, kernels, shorter_kernels
 from dlprof.analysis.compute.operators import operator_work
-from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.modules.frames import forward_rows
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.host import is_on_device
@@ -102,8 +102,6 @@ def _operators(
     `owner`: the rows of the innermost operators. What a function of the backward pass does is of the operator that made
     the function.
     """
-    categories = spans["name"].cat.categories
-    counted = np.array([str(text) in names for text in categories])[spans["name"].cat.codes.to_numpy()]
     is_function = ~host.is_one_of(spans["forward_thread"], "")
     outer = around(spans, is_on_device, "op")
     function = _first(owner, outer, is_function)
@@ -113,9 +111,7 @@ def _operators(
     backward = function >= 0
     if len(functions):
         of[backward] = made_by[np.searchsorted(functions, function[backward])]
-    at = _first(of, outer, counted)
-    texts = np.array(["", *map(str, categories)], dtype=object)
-    return texts[np.where(at >= 0, spans["name"].cat.codes.to_numpy()[at] + 1, 0)], backward
+    return counted_operator(of, spans, is_on_device, names), backward
 
 
 def _first(rows: NDArray[np.int64], outer: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -127,3 +123,19 @@ def _first(rows: NDArray[np.int64], outer: NDArray[np.int64], wanted: NDArray[np
             break
         at[left] = outer[at[left]]
     return np.where((at >= 0) & wanted[np.maximum(at, 0)], at, -1)
+
+
+MOST_LINES = 12
+
+
+@across_ranks
+def lines_of_work(line_work: Frame = needs(line_work)) -> pd.DataFrame:
+    """Return the lines that take most, mean of the ranks: columns as of `LineWork`."""
+    by, ranks = ["file", "line", "function", "source"], line_work["rank"].nunique()
+    of_ns = float(line_work.drop_duplicates("rank")["of_ns"].sum())
+    sums = line_work.groupby(by, sort=False)[["calls", "forward_ns", "backward_ns"]].sum().reset_index()
+    sums["ns"] = sums["forward_ns"] + sums["backward_ns"]
+    sums["share"] = sums["ns"] / of_ns
+    sums[["calls", "ns", "backward_ns"]] /= ranks
+    sums = sums[sums["ns"] > 0].sort_values("ns", ascending=False, kind="stable").head(MOST_LINES)
+    return sums.drop(columns=["forward_ns"]).reset_index(drop=True)

@@ -352,6 +352,25 @@ def device_kinds(result: Result) -> Figure | None:
     return shapes.panel(Panel("table", "Where the device's own time goes", rows, _KINDS, note=note))
 
 
+_LINES = ("line", "its text", "calls", "time a step_ns", "of it backward_ns", "share")
+_LINES_NOTE = (
+    "The operators that a line calls, with the functions of the backward pass that they made, in a mean traced step{}."
+    " Which line calls what was seen in the one step whose operators were counted."
+)
+
+
+def lines_of_work(result: Result) -> Figure | None:
+    """Return the table of the lines by what their operators take; None where that is not known."""
+    if not result.lines:
+        return None
+    rows = tuple(
+        (f"{one.function} ({one.file}:{one.line})", one.source, one.calls, one.ns, one.backward_ns, one.share)
+        for one in result.lines
+    )
+    note = _LINES_NOTE.format(", on the device" if result.device_work is not None else "")
+    return shapes.panel(Panel("table", "Lines of the script by what they compute", rows, _LINES, note=note))
+
+
 # Many ranks: groups of similar ranks, outliers, and heat maps of all ranks.
 
 MOST_NAMED = 64  # outliers that are named
