@@ -1,0 +1,91 @@
+"""What the lines of a script take by the operators that they call, with their part of the backward pass."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from dlprof.analysis.source.line_work import _shares
+from tests.fixtures.jobs import COMPILES_NOTHING, launch, wrapped
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+TRAINS = """
+import torch
+torch.manual_seed(0)
+torch.set_num_threads(1)
+book = torch.nn.Parameter(torch.randn(400, 48))
+layer = torch.nn.Linear(48, 48)
+optimizer = torch.optim.SGD([book, *layer.parameters()], lr=0.01)
+x = torch.randn(300, 48)
+
+
+def distances(x, book):
+    return (x.unsqueeze(1) - book.unsqueeze(0)).pow(2).sum(2)
+
+
+def small(x):
+    return (x - x.mean()).pow(2).sum()
+
+
+for _ in range(60):
+    hidden = layer(x)
+    far = distances(hidden, book)
+    loss = far.softmax(1).mul(far).mean() + small(hidden)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("lines")
+    (folder / "train.py").write_text(COMPILES_NOTHING + TRAINS)
+    done = launch(wrapped(folder / "run", [sys.executable, "train.py"]), folder)
+    assert done.returncode == 0, done.stderr
+    again = launch([sys.executable, "-m", "dlprof.cli", "report", "run", "--quiet"], folder)
+    assert again.returncode == 0, again.stderr
+    return json.loads((folder / "run/result.json").read_text())
+
+
+@pytest.mark.long
+def test_the_line_that_computes_most_is_first_with_its_part_of_the_backward_pass(said: Any) -> None:
+    first = said["lines"][0]
+    assert first["source"] == "return (x.unsqueeze(1) - book.unsqueeze(0)).pow(2).sum(2)"
+    assert first["function"] == "distances"
+    # Of `pow` and `sub` the small line has a thousandth of the bytes, though as many calls.
+    small = next((one for one in said["lines"] if one["function"] == "small"), {"ns": 0.0})
+    assert small["ns"] < 0.05 * first["ns"]
+    assert 0.2 * first["ns"] < first["backward_ns"] < first["ns"]
+    assert first["share"] > 0.6
+    assert sum(one["share"] for one in said["lines"]) <= 1 + 1e-9
+
+
+@pytest.mark.long
+def test_it_is_named_as_needless_with_what_a_product_would_save_at_most(said: Any) -> None:
+    found = next(one for one in said["outcomes"] if one["id"] == "costly_line")
+    assert found["state"] == "found"
+    assert found["at_most"]
+    assert "torch.cdist" in found["changes"][0]["text"]
+    assert found["where"][0]["function"] == "distances"
+    assert found["saving_ns"] > 0.4 * said["window"]["step_ns"]
+
+
+@pytest.mark.parametrize(
+    ("called", "moved", "shares"),
+    [
+        # By bytes where they are known, by calls where not.
+        ([{"pow": 1}, {"pow": 1}], [{"pow": 30}, {"pow": 10}], [{"pow": 0.75}, {"pow": 0.25}]),
+        ([{"pow": 1}, {"pow": 3}], [{}, {}], [{"pow": 0.25}, {"pow": 0.75}]),
+        ([{"view": 1, "mm": 2}, {"view": 1}], [{"mm": 5}, {}], [{"view": 0.5, "mm": 1.0}, {"view": 0.5}]),
+        ([{}], [{}], [{}]),
+    ],
+)
+def test_lines_share_the_time_of_an_operator(
+    called: list[dict[str, int]], moved: list[dict[str, int]], shares: list[dict[str, float]]
+) -> None:
+    assert _shares(called, moved) == shares
