@@ -16,6 +16,7 @@ from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Rule
 from dlprof.analysis.host.parts import ALL, host_parts
 from dlprof.analysis.input.loader import fed_ns
+from dlprof.analysis.source.line_shares import RARER
 from dlprof.analysis.source.where import changes_numbers
 from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part
 from dlprof.analysis.step.savings import own_time
@@ -211,7 +212,7 @@ def proposals(
 def _key(change: Change) -> object:
     """Return what is equal where two findings propose the same: settings, else the line, else the words."""
     settings = frozenset((s.name, s.to) for s in change.settings)
-    return settings or change.diff or change.text
+    return settings or change.diff or change.text.partition(RARER)[0]
 
 
 def _proposal(

@@ -95,6 +95,9 @@ def _innermost(stack: list[str], directory: str) -> tuple[tuple[bool, str, int, 
 # time is in it by chance in one of thirty cases.
 _FEW, _NEARLY_ALL = 8, 0.8
 
+# How the second half of an advice begins, of a line between the phases.
+RARER = "; if its result is only shown or logged"
+
 # The lines of a loop are no further than this from each other, mostly.
 AROUND = 3
 
@@ -257,7 +260,7 @@ class CostlyLine:
         `between`: it stands between the phases, as a metric does, which not every step may need.
         """
         at = shown("", self.callers[-1].file, self.callers[-1].line) if self.callers else ""
-        rarer = f"; if its result is only shown or logged, do it in the steps that are shown{at}" if between else ""
+        rarer = f"{RARER}, do it in the steps that are shown{at}" if between else ""
         if self.idiom is None:
             return f"{otherwise} {self.shown.rstrip(',')} ({UNKNOWN}){rarer}"
         return f"{self.idiom.remedy}: {self.shown} {self.idiom.what} ({self.idiom.link}){rarer}"
