@@ -584,7 +584,8 @@ IDIOMS: tuple[Idiom, ...] = (
         "pad to the longest of the batch, and draw texts of like lengths together",
         "https://huggingface.co/docs/transformers/main_classes/data_collator",
         DATA,
-        source=r"\bpad_sequence\(|\.pad\(",
+        # Pictures are padded, too: by their mode, or on both sides of two dimensions.
+        source=r"\bpad_sequence\(|\.pad\((?!.*\bmode=|\w+, [(\[]([^,()]+, ){3})",
         first=False,
     ),
     Idiom(
