@@ -262,8 +262,8 @@ _OPTIONS = {
         options.stop_after,
         "",
         "N|TIME",
-        "End the job, as by SIGTERM, after so many training steps and the trace window (40), or after a time (90s, 5m);"
-        " the exit status is then 0.",
+        "End the job, as by SIGTERM, after so many training steps and the trace window (40), or after a time (90s, 5m,"
+        " '60s of training'); the exit status is then 0.",
     ),
     "hang": _value(
         "--hang",

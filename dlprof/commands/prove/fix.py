@@ -109,7 +109,7 @@ def fix(
         raise click.UsageError("name a script, a command after --, or a run")
     words = with_python(ctx, command) if command and run is None else list(command)
     began = time.monotonic()
-    limit = stop_after or f"{min(60, max(10, int(15 * minutes)))} s"
+    limit = stop_after or f"{min(60, max(10, int(15 * minutes)))} s of training"
     with stopping() as stop:
         path = run if run is not None else _recorded(words, out, limit, quiet, stop)
         if stop.by:

@@ -15,7 +15,7 @@ STACKS_A_SECOND = "47"
 
 _RANKS = re.compile(r"all|last|per-host|per-stage|([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
-_STOP = re.compile(r"([1-9][0-9]{0,6}) ?(steps?|[smh]|)")
+_STOP = re.compile(r"([1-9][0-9]{0,6}) ?(steps?|[smh]|)( of training)?")
 _LISTEN = re.compile(r"(?:(\[[0-9A-Fa-f:]+\]|[\w.-]+)?:)?([0-9]{1,5})")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -79,12 +79,14 @@ def sample(text: str) -> str:
 def stop_after(text: str) -> str:
     """Check after what the job is ended: steps, or a time; "" lets it go on to its own end."""
     found = _STOP.fullmatch(text)
-    if found is None:
+    if found is None or (found[3] and found[2] not in _SECONDS):
         if text:
-            raise ValueError("how many steps, or a time: 40, '40 steps', 90s, 5m")
+            raise ValueError("how many steps, or a time: 40, '40 steps', 90s, 5m, '60s of training'")
         return ""
     number = int(found[1])
-    return f"{number * _SECONDS[found[2]]} s" if found[2] in _SECONDS else f"{number} step{'s' * (number > 1)}"
+    if found[2] in _SECONDS:
+        return f"{number * _SECONDS[found[2]]} s{found[3] or ''}"
+    return f"{number} step{'s' * (number > 1)}"
 
 
 def folder(text: str) -> str:

@@ -166,17 +166,22 @@ _ATTEMPTS = 20
 _PAUSE_S = 0.05
 
 
+# A job whose time of training is limited may set itself up for so many times as long.
+_SETTING_UP = 5
+
+
 class StopAfter:
     """Asks a job to end as by SIGTERM once it has done what is `asked`, in the form of `options.stop_after`.
 
-    That is steps of training of rank 0, after which the trace windows must have closed too, or seconds. `stopped`: in
-    words, that it has asked; "": it has not. Where something fails, the job goes on to its own end.
+    That is steps of training of rank 0, after which the trace windows must have closed too, or seconds: from the start,
+    or "of training", from its first step on; a job that makes none is ended after _SETTING_UP times as long. `stopped`:
+    in words, that it has asked; "": it has not. Where something fails, the job goes on to its own end.
     """
 
     def __init__(self, asked: str, run: Path) -> None:
         self.asked = asked
         number, _, unit = asked.partition(" ")
-        self._most, self._seconds = int(number or 0), unit == "s"
+        self._most, self._seconds, self._trains = int(number or 0), unit[:1] == "s" and unit != "steps", " of " in unit
         self._run, self._steps, self._log = run, 0, StepLog(run)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -195,9 +200,11 @@ class StopAfter:
             self._thread.join()
 
     def _watch(self, child: int) -> None:
-        until = time.monotonic() + self._most
+        until = time.monotonic() + self._most * (_SETTING_UP if self._trains else 1)
         try:
             while not self._over.wait(_POLL_S):
+                if self._trains and self._log.follow()[0]:
+                    until, self._trains = min(until, time.monotonic() + self._most), False
                 if (time.monotonic() >= until) if self._seconds else self._has_steps():
                     if not has_ended(stat_of(child)):
                         self.stopped = f"stopped after {self.asked}, as asked (--stop-after)"

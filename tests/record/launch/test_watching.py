@@ -20,6 +20,8 @@ ENDLESS = """
     import signal, subprocess
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
+    if "slow" in sys.argv:  # to set itself up
+        time.sleep(6)
     if "stubborn" in sys.argv:
         signal.signal(signal.SIGTERM, lambda *_: None)
     if "child" in sys.argv and os.fork() == 0:
@@ -41,6 +43,8 @@ CASES = {
     "one that heeds no signal": (WINDOW, [sys.executable], ["workers", "child", "stubborn"], 33),
     "torchrun": (WINDOW, [sys.executable, *TORCHRUN], [], 33),
     "time": (("--no-trace", "--stop-after", "8s"), [sys.executable], [], 1),
+    # The script sets itself up for longer than it may train.
+    "time of training": (("--no-trace", "--stop-after", "2s of training"), [sys.executable], ["slow"], 40),
 }
 
 
@@ -53,13 +57,13 @@ def test_a_job_is_ended_after_its_steps_and_its_window(case: str, tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert running(script) == []
     ended = json.loads((tmp_path / "r/run.json").read_text())
-    asked = "8 s" if case == "time" else "20 steps"
+    asked = {"time": "8 s", "time of training": "2 s of training"}.get(case, "20 steps")
     assert (ended["exit"], ended["stopped"]["asked"]) == ({"code": 0, "signal": None}, asked)
     run = open_run(tmp_path / "r")
     assert f"stopped after {asked}, as asked (--stop-after)" in run.warnings
     assert f"dlprof: stopped after {asked}, as asked (--stop-after)" in done.stderr
     for rank in run.ranks:
-        assert rank.facts["window"]["state"] == ("off" if case == "time" else "exported")
+        assert rank.facts["window"]["state"] == ("off" if "time" in case else "exported")
     assert len(run.ranks) == (2 if case == "torchrun" else 1)
     log = rows(tmp_path / "r/ranks/00000")
     assert least <= sum(row["kind"] == "train" for row in log) < 2000
