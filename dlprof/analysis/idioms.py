@@ -297,7 +297,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "rows_of_each",
         "picks the rows of one expert or class at a time, and waits until it is known how many they are",
-        "order the rows once (`argsort`, `bincount`), and compute all experts at once:"
+        "compute all experts at once, with the rows ordered once (`argsort`, `bincount`):"
         " `torch.nn.functional.grouped_mm`, or stacked weights and `torch.bmm` over rows that are padded to a fixed"
         " number for each",
         _PYTORCH + "generated/torch.nn.functional.grouped_mm.html",
@@ -327,8 +327,8 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "pairs_expanded",
         "takes differences, and sums their squares",
-        "where these are of all pairs: `torch.cdist(x, y)`, or a product of matrices, `x.square().sum(-1)[:, :, None] +"
-        " y.square().sum(-1)[:, None] - 2 * x @ y.mT`",
+        "a product of matrices, where these are of all pairs: `x.square().sum(-1)[:, :, None] +"
+        " y.square().sum(-1)[:, None] - 2 * x @ y.mT`, or `torch.cdist(x, y)`",
         _PYTORCH + "generated/torch.cdist.html",
         ("forward", "rest"),
         source=r"(unsqueeze|expand|None).*[\])] - |\bpow\(\w+ - \w+, 2\)\.sum\("
@@ -337,8 +337,8 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "log_determinant",
         "decomposes a matrix for the logarithm of its determinant",
-        "of a symmetric, positive matrix: `2 * torch.linalg.cholesky(a).diagonal(dim1=-2, dim2=-1).log().sum(-1)`; of"
-        " others `torch.linalg.slogdet(a)`",
+        "a Cholesky decomposition, of a symmetric, positive matrix: `2 * torch.linalg.cholesky(a).diagonal(dim1=-2,"
+        " dim2=-1).log().sum(-1)`; of others `torch.linalg.slogdet(a)`",
         _PYTORCH + "generated/torch.linalg.cholesky.html",
         ("forward", "rest"),
         source=r"\b(eigvalsh|eigvals|svdvals)\(.*\.log\w*\(|\.log\w*\(.*\b(eigvalsh|eigvals|svdvals)\(",
@@ -346,7 +346,7 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "decomposition",
         "decomposes a matrix in every step",
-        "for a spectral norm: `torch.nn.utils.parametrizations.spectral_norm`, a step of power iteration; to solve:"
+        "a cheaper decomposition: for a spectral norm `torch.nn.utils.parametrizations.spectral_norm`, to solve"
         " `torch.linalg.solve(a, b)`, of a positive matrix `torch.cholesky_solve`; a few of the largest vectors:"
         " `torch.svd_lowrank`; else every k steps",
         _PYTORCH + "generated/torch.svd_lowrank.html",

@@ -125,7 +125,8 @@ def _first(rows: NDArray[np.int64], outer: NDArray[np.int64], wanted: NDArray[np
     return np.where((at >= 0) & wanted[np.maximum(at, 0)], at, -1)
 
 
-MOST_LINES = 12
+# Lines that the result lists, and the least share of all that is computed that one of them has.
+MOST_LINES, LEAST_SHARE = 10, 0.01
 
 
 @across_ranks
@@ -137,5 +138,5 @@ def lines_of_work(line_work: Frame = needs(line_work)) -> pd.DataFrame:
     sums["ns"] = sums["forward_ns"] + sums["backward_ns"]
     sums["share"] = sums["ns"] / of_ns
     sums[["calls", "ns", "backward_ns"]] /= ranks
-    sums = sums[sums["ns"] > 0].sort_values("ns", ascending=False, kind="stable").head(MOST_LINES)
+    sums = sums[sums["share"] >= LEAST_SHARE].sort_values("ns", ascending=False, kind="stable").head(MOST_LINES)
     return sums.drop(columns=["forward_ns"]).reset_index(drop=True)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import PurePath
 from statistics import median
 from typing import Any
 
@@ -364,7 +365,14 @@ def lines_of_work(result: Result) -> Figure | None:
     if not result.lines:
         return None
     rows = tuple(
-        (f"{one.function} ({one.file}:{one.line})", one.source, one.calls, one.ns, one.backward_ns, one.share)
+        (
+            f"{one.function} ({PurePath(one.file).name}:{one.line})",
+            one.source,
+            one.calls,
+            one.ns,
+            one.backward_ns,
+            one.share,
+        )
         for one in result.lines
     )
     note = _LINES_NOTE.format(", on the device" if result.device_work is not None else "")
