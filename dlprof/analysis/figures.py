@@ -489,7 +489,7 @@ def _of_precision_and_environment(job: Job = needs(JOB)) -> list[Fact]:
     for key in ("enabled", "dtype"):
         section.add(f"autocast {key}", _several(job, "autocast", key))
     section.add("gradient scaler", _several(job, "grad_scaler"))
-    for key in ("float32_precision", "allow_tf32", "cudnn_benchmark", "deterministic"):
+    for key in ("float32_precision", "allow_tf32", "cudnn_benchmark", "cudnn_deterministic", "deterministic"):
         section.add(key.replace("_", " "), _several(job, "matmul", key))
     environment = _Section("Environment")
     for name in sorted({name for r in job.ranks for name in job.facts[r].get("env") or ()}):

@@ -366,7 +366,8 @@ class Calls:
     """Keeps the places that calls of each kind came from.
 
     Of objects that are made: loader, ddp, fsdp, data_parallel, optimizer, autocast, grad_scaler, anomaly (autograd's
-    anomaly mode), compile, profiler (torch's own). Of the process: affinity (its cores), threads. Of calls: model (`to`
+    anomaly mode), deterministic (algorithms), compile, profiler
+    (torch's own). Of the process: affinity (its cores), threads. Of calls: model (`to`
     or `cuda` of a module with parameters), iteration (a loop over a loader), forward (of an outermost module;
     unused_forward where no backward pass followed on any), backward, optimizer_step, save (of a checkpoint),
     synchronize and empty_cache (torch.cuda's). In the step whose operators are counted also: sync (the host gets a

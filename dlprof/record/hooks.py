@@ -530,6 +530,8 @@ def watch_calls(calls: Calls) -> None:
         put(torch.cuda, name, seeing(getattr(torch.cuda, name), by_script(name)))
     for mode in (torch.autograd.set_detect_anomaly, torch.autograd.detect_anomaly):
         put(mode, "__init__", seeing(vars(mode)["__init__"], by_script("anomaly")))
+    setting = torch.use_deterministic_algorithms
+    put(torch, "use_deterministic_algorithms", seeing(setting, by_script("deterministic")))
     put(os, "sched_setaffinity", seeing(os.sched_setaffinity, of_process("affinity")))
     put(torch, "set_num_threads", seeing(torch.set_num_threads, by_script("threads", "num_threads")))
     for profiler in (torch.profiler.profile, torch.autograd.profiler.profile, torch.autograd.profiler.emit_nvtx):

@@ -27,6 +27,7 @@ from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import has_device
 from dlprof.analysis.timeline.host import is_on_device
 from dlprof.analysis.timeline.steps import Timing, timing
+from dlprof.errors import NotMeasured
 
 # What a fused kernel reaches of the device's peak arithmetic and memory. FlashAttention 1 reaches 25 to 40 % on an
 # A100, FlashAttention 2 50 to 73 % (Dao 2023, FlashAttention-2, abstract), and 35 % on an H100 (Shah et al. 2024): the
@@ -57,6 +58,11 @@ _LETTERS = {
 
 # What scaled_dot_product_attention does where none of its fused kernels fits.
 _MATH = "aten::_scaled_dot_product_attention_math"
+
+# The fused kernels of it that take a mask as a tensor, which FlashAttention's do not; and the widest head of those.
+_SDPA = "aten::scaled_dot_product_attention"
+TAKES_MASK = ("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention")
+WIDEST = 256
 
 
 @dataclass(frozen=True)
@@ -192,6 +198,65 @@ def attention(
     return frame.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
 
 
+@per_rank
+def masked_attention(
+    kernels: Frame = needs(kernels),
+    spans: Frame = needs(schema.SPANS),
+    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    timing: Timing = needs(timing),
+    shorter_kernels: Maybe[Callable[[NDArray[np.bool_], float], float]] = maybe(shorter_kernels),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
+    """Return the fused attention that takes a mask as a tensor, in a mean steady traced step, by shape, longest first.
+
+    Columns: operator, dtype, shape, calls, ns (of all its kernels, those that convert the mask too, and of its backward
+    pass), flash_ns (what FlashAttention takes at `share` of the device's peaks, of as many queries as keys for the half
+    that a causal mask leaves; NaN: the peaks are not known), causal (1: that half), most_ns (how much shorter the mean
+    steady step would be with all of them so), share. Left out are what FlashAttention does not take, and sequences
+    below LEAST_LENGTH. The shapes are the counted step's: raises NotMeasured where no such attention was counted.
+    """
+    columns = ["operator", "dtype", "shape", "calls"]
+    start, end = spans["start_ns"].to_numpy(), (spans["start_ns"] + spans["dur_ns"]).to_numpy()
+    rows, around, backward = (
+        np.flatnonzero(~is_on_device & host.is_one_of(spans["name"], *names))
+        for names in (TAKES_MASK, [_SDPA], [f"{name}_backward" for name in TAKES_MASK])
+    )
+    if not len(rows):
+        return pd.DataFrame(columns=[*columns, "ns", "flash_ns", "causal", "most_ns", "share"])
+    outer = iv.union(start[around], end[around])
+    outer = outer[iv.within(iv.union(start[rows], end[rows]), outer[:, 0], outer[:, 1]) > 0]
+    passes = {
+        "forward": iv.merge(outer, iv.union(start[rows], end[rows])),
+        "backward": iv.union(start[backward], end[backward]),
+    }
+    counted = [one for one in (rank.facts.get("flops") or {}).get("shapes") or () if one["operator"] in TAKES_MASK]
+    if not counted:
+        raise NotMeasured("the shapes of attention were not counted (--flops on)")
+    name, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
+    share, n = fused_share(name, settings.version_of(rank.facts)), len(timing.windows)
+    inside = (kernels["owner"] >= 0) & (kernels["step"] >= 0)
+    inside &= iv.holds(iv.merge(*passes.values()), start[kernels["owner"]])
+    took = float(kernels["dur_ns"][inside].sum())
+    found = []
+    for one in counted:
+        q, k, v, *mask = sizes(str(one["shape"]))
+        shape, causal = Shape(math.prod(q[:-2]), q[-2], k[-2], q[-1], v[-1]), q[-2] == k[-2]
+        fits = shape.d <= WIDEST and min(shape.s, shape.t) >= LEAST_LENGTH and one["dtype"] in SIXTEEN_BITS
+        flash = sum(
+            _fused_ns(shape, str(one["dtype"]), each, peaks, bandwidth, share, 0.5 if causal else 1.0)
+            for each, times in passes.items()
+            if len(times)
+        )
+        work = one["calls"] * shape.batch * shape.s * shape.t * (shape.d + shape.e)
+        found.append([*(one[c] for c in columns), work, one["calls"] * flash, int(causal), bool(mask) and fits])
+    frame = pd.DataFrame(found, columns=[*columns, "ns", "flash_ns", "causal", "fits"])
+    frame["ns"] *= took / n / frame["ns"].sum()  # by its FLOPs
+    frame = frame[frame["fits"]].drop(columns="fits").sort_values("ns", ascending=False, ignore_index=True)
+    gone = float((frame["ns"] - frame["flash_ns"]).clip(lower=0.0).sum()) * n
+    most = shorter_kernels.get()(inside.to_numpy(), 1 - gone / took) if gone else 0.0
+    return frame.assign(most_ns=most, share=share)
+
+
 def _texts(column: pd.Series[str], rows: list[int]) -> list[str]:
     """Return what some rows of the spans have in a column of texts, where they have any."""
     return [text for text in column.array[rows].tolist() if isinstance(text, str) and text]
@@ -259,19 +324,25 @@ def fused_share(device_name: str, torch_version: tuple[int, int] | None) -> floa
 
 
 def _fused_ns(
-    shape: Shape | None, dtype: str, passes: str, peaks: Mapping[str, float], bandwidth: float, share: float
+    shape: Shape | None,
+    dtype: str,
+    passes: str,
+    peaks: Mapping[str, float],
+    bandwidth: float,
+    share: float,
+    scores: float = 1.0,
 ) -> float:
     """Return what a fused kernel takes of one pass at a share of the peaks, ns; NaN where they are not known.
 
     Forward two products, backward five (the scores are made anew); queries, keys, values and the result moved once, in
-    the backward pass with their gradients. The masked half of a causal one is counted.
+    the backward pass with their gradients. `scores`: the share that is computed; a causal one may skip half.
     """
     # FlashAttention takes 16 bits and devices that have bfloat16; the speed of kernels for others is not known.
     if shape is None or dtype not in SIXTEEN_BITS or "bfloat16" not in peaks or not bandwidth:
         return math.nan
     backward = passes == "backward"
     products = 3 * shape.d + 2 * shape.e if backward else shape.d + shape.e
-    flops = 2.0 * shape.batch * shape.s * shape.t * products
+    flops = 2.0 * scores * shape.batch * shape.s * shape.t * products
     moved = shape.batch * (shape.s + shape.t) * (shape.d + shape.e) * width_of(dtype) * (2 if backward else 1)
     best = max(flops / peaks[dtype], moved / bandwidth) * 1e9
     return max(best / share, SMALL_NS / 2)

@@ -499,7 +499,11 @@ def _matmul() -> dict[str, Any]:
     torch = _torch()
     backends = torch.backends
     found = _answers(
-        cudnn_benchmark=lambda: backends.cudnn.benchmark, deterministic=torch.are_deterministic_algorithms_enabled
+        cudnn_benchmark=lambda: backends.cudnn.benchmark,
+        cudnn_deterministic=lambda: backends.cudnn.deterministic,
+        deterministic=torch.are_deterministic_algorithms_enabled,
+        # torch 2.2 brought it.
+        fills_new=lambda: getattr(getattr(torch.utils, "deterministic", None), "fill_uninitialized_memory", None),
     )
     if not hasattr(backends, "fp32_precision"):
         return found | _answers(

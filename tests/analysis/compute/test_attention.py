@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.compute.attention import FUSED_SHARE, attention, fused_share
-from dlprof.analysis.compute.rules import unfused_attention
+from dlprof.analysis.compute.rules import masked_attention, unfused_attention
 from dlprof.analysis.estimate import Rule
 from tests.fixtures import operators, runs, traces
 from tests.fixtures.operators import A100
@@ -309,4 +309,90 @@ CASES = {
 
 @table({unfused_attention: CASES})
 def test_what_a_fused_kernel_gains(tmp_path: Path, rule: Rule, case: Case) -> None:
+    check(rule, case, tmp_path)
+
+
+LONG = "1x16x4096x64"
+FLASH = "aten::_scaled_dot_product_flash_attention"
+CUDNN, EFFICIENT = "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_efficient_attention"
+WITHOUT, MASKS = f"{LONG} {LONG} {LONG}", f"{LONG} {LONG} {LONG} 4096x4096"
+SCRIPT = """
+def forward(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+"""
+CAUSAL = f"{SCRIPT}mask = torch.tril(torch.ones(n, n))"
+
+
+def masked(
+    folder: Path,
+    *shapes: str,
+    operator: str = CUDNN,
+    dtype: str = "bfloat16",
+    device: str = A100,
+    source: str = CAUSAL,
+    trains: bool = True,
+) -> Path:
+    """Record attention of 10 ms, the conversion of its mask of 1 ms, and its backward pass of 20 ms."""
+    events: list[Any] = [traces.step(0, 0, 100 * MS), traces.op("aten::scaled_dot_product_attention", 0, 500 * US)]
+    # On its way there through autocast it is called again.
+    events.append(traces.op("aten::scaled_dot_product_attention", 10 * US, 480 * US))
+    backward = [(f"{operator}_backward", 700 * US, 20)] if trains else []
+    done = MS
+    work = [("aten::where", 50 * US, 1), (operator, 210 * US, 10), *backward, ("aten::mm", 900 * US, 30)]
+    for number, (name, at, ms) in enumerate(work, start=1):
+        events += [traces.op(name, at, 90 * US), *traces.launched(name, at + 5 * US, done, ms * MS, number)]
+        done += ms * MS
+    events.append(traces.call("cudaStreamSynchronize", 2 * MS, 97 * MS, 99))
+    counts = [{"operator": operator, "dtype": dtype, "shape": s, "calls": 1, "flops": 1, "bytes": 1} for s in shapes]
+    line = {"phase": "forward", "after": "", "file": "train.py", "line": 3, "function": "forward", "source": "F.…"}
+    flops = {"shapes": counts, "lines": [{**line, "calls": 1, "operators": {operator: 1}}]}
+    trace = traces.trace(*events, world_size=1, device=device)
+    run = runs.recorded(
+        folder / "run", (trace, [], {**runs.GPU, "device": {"type": "cuda", "name": device}, "flops": flops})
+    )
+    kept = {"format": 1, "files": {"train.py": {"sha256": "", "text": source}}}
+    (run / "ranks/00000/sources.json").write_text(json.dumps(kept))
+    return run
+
+
+# Of 31 ms, FlashAttention needs half the FLOPs of two products forward and of five backward.
+HALF, ASKED = 4 * LEAST / 2, "is_causal=True)` instead of the mask, which is causal (train.py:4)"
+on_gpu = jobs(masked)
+MASKED = {
+    "a causal mask": found(
+        on_gpu(MASKS),
+        31 * MS - 3.5 * HALF,
+        ASKED,
+        rows=[(CUDNN, MASKS, "bfloat16", 1, 31 * MS, pytest.approx(3.5 * HALF))],
+        at_most=False,
+        where=[("train.py", 3), ("train.py", 4)],
+        numerics=[False],
+    ),
+    "memory-efficient attention": found(on_gpu(MASKS, operator=EFFICIENT), 31 * MS - 3.5 * HALF, ASKED),
+    "without a backward pass": found(on_gpu(MASKS, trains=False), 11 * MS - HALF, ASKED),
+    "another mask": found(
+        on_gpu(MASKS, source=f"{SCRIPT}mask = padded(x)"), None, "where the mask is causal", at_most=True, never=[ASKED]
+    ),
+    "no copy of the script": found(
+        on_gpu(MASKS, source="x ="), None, "flex_attention", at_most=True, where=[("train.py", 3)]
+    ),
+    # Of other keys than queries is_causal would mean another mask, and nothing is known to be left out.
+    "cross-attention": found(
+        on_gpu(f"{LONG} 1x16x2048x64 1x16x2048x64 4096x2048"), 31 * MS - 3.5 * HALF, at_most=True, never=[ASKED]
+    ),
+    # Of two such calls a mask is given to one.
+    "half of it without a mask": found(on_gpu(MASKS, WITHOUT), 15.5 * MS - 3.5 * HALF),
+    "no mask": clear(on_gpu(WITHOUT)),
+    "flash attention": clear(on_gpu(WITHOUT, operator=FLASH)),
+    "float32, which flash attention does not take": clear(on_gpu(MASKS, dtype="float32")),
+    "a head that is too wide": clear(on_gpu(MASKS.replace("x64", "x512"))),
+    "short sequences": clear(on_gpu("64x16x64x64 64x16x64x64 64x16x64x64 64x64")),
+    "as fast as flash attention": clear(on_gpu(MASKS.replace("1x16", "64x16"))),
+    "no shapes": unmeasured(on_gpu(), "were not counted"),
+    "an unknown device": unmeasured(on_gpu(MASKS, device="Some GPU 9"), "takes 31", "is not known"),
+}
+
+
+@table({masked_attention: MASKED})
+def test_what_attention_with_a_mask_loses(tmp_path: Path, rule: Rule, case: Case) -> None:
     check(rule, case, tmp_path)

@@ -228,6 +228,30 @@ def test_what_slows_the_process_and_the_lines_that_set_its_state(tmp_path: Path)
     assert theirs["exit_ns"] > 0
 
 
+MODE = """
+import torch
+torch.use_deterministic_algorithms(True, warn_only=True)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.rand(4, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_deterministic_algorithms_and_the_line_that_switched_them_on(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    try:
+        run_recorded(tmp_path, MODE)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    told = facts(tmp_path / "run/ranks/00000")
+    assert [call["line"] for call in told["calls"] if call["kind"] == "deterministic"] == [3]
+    assert told["matmul"]["deterministic"] is True
+    assert told["matmul"]["fills_new"] is True
+    assert told["matmul"]["cudnn_deterministic"] is False
+
+
 EARLY = """
 import os
 # os.sched_setaffinity(0, {9})

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.attention import attention
+from dlprof.analysis.compute.attention import WIDEST, attention
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
 from dlprof.analysis.compute.products import sizes
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
@@ -38,9 +38,6 @@ from dlprof.result import Change
 from dlprof.units import duration, often, percent
 
 MOST_ROWS = 12
-
-# The widest head of FlashAttention, and of its kernels in PyTorch.
-_WIDEST = 256
 
 _COLUMNS = {
     "passes": "pass",
@@ -157,8 +154,8 @@ def _prevented(dtype: str, shape: str, names: set[str]) -> Iterator[str]:
         yield "none takes float64"
     if shape:
         width = max(sizes(shape)[0][-1], sizes(shape)[1][-1])
-        if width > _WIDEST:
-            yield f"a head is {width} wide, of which FlashAttention takes {_WIDEST} at most"
+        if width > WIDEST:
+            yield f"a head is {width} wide, of which FlashAttention takes {WIDEST} at most"
         elif width % 8:
             yield f"a head is {width} wide, which is no multiple of 8"
     if names & {"native_dropout", "bernoulli_"}:

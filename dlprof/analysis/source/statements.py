@@ -1,0 +1,118 @@
+"""What the script's files say by their syntax: where a setting is switched on, and whether attention's mask is causal.
+
+Files are read as the recording keeps them (kept.py): names are known, the text of strings is not.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from dlprof.analysis.engine import JOB, Job, across_ranks, needs
+from dlprof.analysis.source.kept import kept_files
+from dlprof.errors import DlprofError
+from dlprof.result import Place
+
+Trees = Mapping[str, ast.Module]
+
+_MOST = 3  # lines that are named
+
+# What makes a causal mask, with the diagonal at which it does, and what a mask is made of, or is brought to, besides.
+_TRIANGLES = {"tril": "0", "triu": "1"}
+_MADE = "generate_square_subsequent_mask"
+_OF_MASKS = """tril triu generate_square_subsequent_mask ones full zeros ones_like full_like zeros_like empty float
+finfo size len to bool type type_as view reshape unsqueeze expand contiguous cuda detach clone repeat logical_not
+masked_fill masked_fill_ fill_ where Parameter Buffer"""
+_PLAIN = frozenset(_OF_MASKS.split())
+
+
+@across_ranks
+def statements(job: Job = needs(JOB)) -> Trees:
+    """Return the syntax trees of the script's own files, by name; none where no copy was kept, or it is broken."""
+    found: dict[str, ast.Module] = {}
+    with suppress(DlprofError, OSError):
+        for name, text in kept_files(job.run.path).items():
+            with suppress(SyntaxError, ValueError, RecursionError):
+                found[name] = ast.parse(text)
+    return found
+
+
+def switched_on(trees: Trees, function: str, keyword: str) -> tuple[Place, ...]:
+    """Return the lines that call a function, or give any a keyword, with a first value that is not plainly false."""
+    places = []
+    for file, node in _calls(trees):
+        values = [one.value for one in node.keywords if one.arg == keyword]
+        if _name(node.func) == function:
+            values += [*node.args[:1], *(one.value for one in node.keywords if one.arg == "mode")]
+        if any(not isinstance(value, ast.Constant) or value.value for value in values):
+            places.append(Place(file, node.lineno, what=ast.unparse(node)))
+    return tuple(places[:_MOST])
+
+
+def causal_masks(trees: Trees, file: str, line: int) -> tuple[Place, ...]:
+    """Return where the mask is made that a line gives to `scaled_dot_product_attention`, if it is known to be causal.
+
+    It is where all that the script's files assign to names of masks, or give as such, is `tril`, or `triu` above the
+    main diagonal, in some type and form, or another of these masks: no call is followed.
+    """
+    given = [
+        value
+        for where, node in _calls(trees)
+        if where == file and node.lineno <= line <= (node.end_lineno or 0) and _name(node.func).endswith("attention")
+        for value in [*node.args[3:4], *(one.value for one in node.keywords if one.arg == "attn_mask")]
+    ]
+    values = [value for tree in trees.values() for value in _assigned(tree)]
+    if not given or not all(value is not None and _is_causal(value) for value in [*given, *values]):
+        return ()
+    made = [(where, node) for where, node in _calls(trees) if _makes(node)]
+    return tuple(Place(where, node.lineno, what=ast.unparse(node)) for where, node in made[:_MOST])
+
+
+def _assigned(tree: ast.Module) -> Iterator[ast.expr | None]:
+    """Yield what is assigned to names of masks, or given as such; None where it is a part of something else."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield from (one.value for one in node.keywords if "mask" in (one.arg or ""))
+            if _name(node.func) == "register_buffer":  # the text of its name is not kept
+                yield from (v for v in node.args[1:2] if any(_name(n) in _TRIANGLES for n in ast.walk(v)))
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in filter(None, targets):
+            whole = not isinstance(node, (ast.AugAssign, ast.For, ast.AsyncFor, ast.comprehension))
+            if "mask" in _name(target):
+                yield getattr(node, "value", None) if whole else None
+            elif any("mask" in _name(part) for part in ast.walk(target) if not isinstance(target, ast.Subscript)):
+                yield None
+
+
+def _is_causal(value: ast.expr) -> bool:
+    """Return whether an expression is a causal mask, one of those that the names of masks stand for, or None."""
+    nodes = [*ast.walk(value)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    triangles = [call for call in calls if _name(call.func) in (*_TRIANGLES, _MADE)]
+    if any(isinstance(node, (ast.BitAnd, ast.BitOr, ast.BitXor, ast.Add)) for node in nodes):
+        return False
+    if not {_name(call.func) for call in calls} <= _PLAIN or not all(map(_makes, triangles)):
+        return False
+    named = any("mask" in _name(node) or isinstance(node, ast.Attribute) for node in nodes)
+    return bool(triangles) or named or (isinstance(value, ast.Constant) and value.value is None)
+
+
+def _makes(call: ast.Call) -> bool:
+    name = _name(call.func)
+    # A method's first argument is the diagonal, a function's the second.
+    of_torch = not isinstance(call.func, ast.Attribute) or _name(call.func.value) == "torch"
+    given = [*(one.value for one in call.keywords if one.arg == "diagonal"), *call.args[of_torch:]]
+    diagonal = ast.unparse(given[0]) if given else "0"
+    return name == _MADE or _TRIANGLES.get(name) == diagonal
+
+
+def _calls(trees: Trees) -> Iterator[tuple[str, ast.Call]]:
+    for file, tree in trees.items():
+        yield from ((file, node) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def _name(node: ast.AST) -> str:
+    """Return the last name of an expression: "tril" of `torch.tril`; "": it has none."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,82 @@
+"""What the syntax of a script's files says: causal masks, and settings that are switched on."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from dlprof.analysis.source.statements import causal_masks, switched_on
+
+CALLS = """
+def forward(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+"""
+TRIL = "torch.tril(torch.ones(n, n, dtype=torch.bool))"
+
+
+def masks(*statements: str, calls: str = CALLS) -> list[int]:
+    text = "\n".join((calls, *statements))
+    return [place.line for place in causal_masks({"train.py": ast.parse(text)}, "train.py", 3)]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        f"mask = {TRIL}",
+        f"self.mask = {TRIL}[None, None].to(device)",
+        "mask = torch.ones(n, n).tril().bool()",
+        "mask = ~torch.triu(torch.ones(n, n), diagonal=1).bool()",
+        "mask = torch.full((n, n), float('…')).triu(1)",
+        "mask = torch.zeros(n, n).masked_fill(torch.tril(torch.ones(n, n)) == 0, float('…'))",
+        f"self.register_buffer('…', None if args.fixed else {TRIL}, persistent=False)",
+        "mask = nn.Transformer.generate_square_subsequent_mask(n)",
+    ],
+)
+def test_a_causal_mask_in_any_form(statement: str) -> None:
+    assert masks(statement) == [5]
+    assert masks(statement, "block(x, mask=self.mask[:n, :n])", "other_mask = None") == [5]
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        (),
+        ("mask = batch['…']",),
+        ("for x, mask in loader: pass",),
+        ("x, mask = batch",),
+        (f"mask = {TRIL} & padded[:, None, None]",),
+        (f"mask = {TRIL}", "mask &= padded"),
+        (f"mask = {TRIL}", "block(x, mask=tokens != 0)"),
+        (f"mask = {TRIL}", "padding_mask = tokens.ne(0)"),
+        # A window, a triangle without the token itself, and one that sees what comes later.
+        ("mask = torch.ones(n, n).tril() * torch.ones(n, n).triu(-8)",),
+        ("mask = torch.ones(n, n).tril(-1)",),
+        ("mask = torch.triu(torch.ones(n, n))",),
+        ("mask = made(n)",),
+    ],
+)
+def test_another_mask_or_one_that_is_not_known(statements: tuple[str, ...]) -> None:
+    assert masks(*statements) == []
+
+
+def test_only_what_the_line_is_given_counts() -> None:
+    assert masks(f"mask = {TRIL}", calls=CALLS.replace("attn_mask=mask", "attn_mask=bias(x)")) == []
+    assert masks(f"mask = {TRIL}", calls=CALLS.replace("attn_mask=mask", "is_causal=True")) == []
+    assert masks(f"mask = {TRIL}", calls=CALLS.replace("attn_mask=mask", "mask")) == [5]
+
+
+@pytest.mark.parametrize(
+    ("line", "on"),
+    [
+        ("torch.use_deterministic_algorithms(True, warn_only=True)", True),
+        ("torch.use_deterministic_algorithms(mode=not args.fast)", True),
+        ("Trainer(model, deterministic=True)", True),
+        ("torch.use_deterministic_algorithms(False)", False),
+        ("Trainer(model, deterministic=None)", False),
+        ("torch.manual_seed(1)", False),
+    ],
+)
+def test_the_lines_that_switch_a_setting_on(line: str, on: bool) -> None:
+    found = switched_on({"a.py": ast.parse(line)}, "use_deterministic_algorithms", "deterministic")
+    assert [(place.file, place.line, place.what) for place in found] == ([("a.py", 1, line)] if on else [])
