@@ -70,7 +70,8 @@ def _traced(lines: Frame) -> _Found:
     found: _Found = {}
     for row in lines[lines["gain_ns"] > 0].to_dict("records"):
         known = idioms.known(str(row["source"]), (f"{row['function']} ()",), row["phase"] or "rest")
-        if known is not None and known.first and row["gain_ns"] > found.get(row["rank"], (0.0,))[0]:
+        # What the stacks would have to tell, as whether a loop is one over elements, no source does.
+        if known is not None and known.first and not known.last and row["gain_ns"] > found.get(row["rank"], (0.0,))[0]:
             share = (row["forward_ns"] + row["backward_ns"]) / row["of_ns"]
             place = Place(row["file"], row["line"], row["function"])
             found[row["rank"]] = row["gain_ns"], "", CostlyLine(place, (), share, row["source"], known)
