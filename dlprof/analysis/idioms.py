@@ -965,6 +965,16 @@ IDIOMS: tuple[Idiom, ...] = (
         loops=True,
     ),
     Idiom(
+        "numpy_in_the_loop",
+        "computes with NumPy, on one core, while training waits",
+        "compute only the part that the step uses, or once before training what stays the same; or with tensors, on the"
+        " GPU where there is one",
+        "https://docs.pytorch.org/tutorials/beginner/basics/tensorqs_tutorial.html",
+        ("rest", *START),
+        source=r"\b(np|numpy)\.(?!load\b|random\b|save)\w+\(",
+        last=True,
+    ),
+    Idiom(
         "evaluated",
         "evaluates",
         "evaluate under `torch.inference_mode()`, in larger batches; or every k-th time",

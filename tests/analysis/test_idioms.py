@@ -52,6 +52,7 @@ LINES = [
     ("forward", "return torch.pow(x - y, 2).sum(3)", "", "pairs_expanded"),
     ("rest", "return 0.5 * torch.linalg.eigvalsh(gram).log().sum()", "", "log_determinant"),
     ("forward", "u, s, v = torch.linalg.svd(weight)", "", "decomposition"),
+    ("rest", "directions = np.sum(directions[:, None, :] * pose[:, :3], -1)", "", "numpy_in_the_loop"),
     ("forward", "rows = torch.where(which == number)[0]", "", "rows_of_each"),
     ("forward", "x = torch.where(x == pad, zero, x)", "", ""),
     ("forward", "return a.inverse() @ b", "", "decomposition"),
