@@ -122,9 +122,9 @@ CHECKS: tuple[Check, ...] = (
         "`dlprof fix` on a script with one mistake: the patch is kept, applies, leaves the losses as they are, and"
         " gives what was printed (± 7 %, as two runs of a script differ)",
         patches.proven,
-        500,
-        75,
-        reserved_s=90,
+        800,
+        120,
+        reserved_s=130,
     ),
     Check(
         "faults",
