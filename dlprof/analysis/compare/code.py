@@ -6,14 +6,11 @@ Apart from comparison.py, as a report may know a comparison, and no recording.
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from dlprof import run_folder
 from dlprof.analysis.compare.comparison import differing
-from dlprof.read.opening import Inside, read_object
-from dlprof.read.records import NotThereError
+from dlprof.analysis.source.kept import kept
 from dlprof.result import Result
 from dlprof.units import few
 
@@ -27,7 +24,7 @@ def changed(a: Result, b: Result, a_path: Path, b_path: Path) -> tuple[str, ...]
     Those are left out by which a setting was changed that differs, or what a finding of A's names. So are comments and
     strings, which no recording keeps. Raises DlprofError if a copy is broken.
     """
-    of_a, of_b = _kept(a_path), _kept(b_path)
+    of_a, of_b = kept(a_path), kept(b_path)
     # The script comes first; it may have another name.
     pairs = [*zip(list(of_a)[:1], list(of_b)[:1], strict=False), *((name, name) for name in of_a if name in of_b)]
     names = {s.name.rpartition(".")[2].replace(" ", "_") for s in differing(a, b)[0]}
@@ -39,23 +36,6 @@ def changed(a: Result, b: Result, a_path: Path, b_path: Path) -> tuple[str, ...]
         if ranges := _ranges(of_a[name].splitlines(), of_b[other].splitlines(), names, lines):
             found.append(f"{other}:{few(ranges, _MOST)}")
     return (*found[:_MOST], *([f"{len(found) - _MOST} more files"] if len(found) > _MOST else []))
-
-
-def _kept(path: Path) -> dict[str, str]:
-    """Return the text of each file that rank 0 of a run keeps; of a result.json, those of the run that it lies in."""
-    inside = Inside(path if path.is_dir() else path.parent)
-    logs = [run_folder.log_of(rank, "sources") for rank in sorted(inside.root.glob("ranks/00000*"))]
-    held = None
-    for path, begins in reversed([log for log in logs if inside.holds(log[0])]):
-        with suppress(NotThereError):
-            held = read_object(path, begins).get("files")
-            break
-    texts = (
-        {str(name): of.get("text") for name, of in held.items() if isinstance(of, dict)}
-        if isinstance(held, dict)
-        else {}
-    )
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _ranges(a: list[str], b: list[str], names: set[str], places: set[int]) -> list[str]:
