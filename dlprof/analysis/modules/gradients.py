@@ -13,7 +13,8 @@ parameter of the optimizers has state, they are also the modules that have gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -25,9 +26,10 @@ from dlprof.analysis.compute.cpu_work import is_product
 from dlprof.analysis.compute.operators import operator_work
 from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank
 from dlprof.analysis.modules.frames import Frames, forward_rows, module_frames, module_rows
+from dlprof.analysis.modules.tree import with_parents
 from dlprof.analysis.timeline.device import device_work, has_device
 from dlprof.analysis.timeline.host import is_on_device
-from dlprof.analysis.timeline.paths import folded, parent
+from dlprof.analysis.timeline.paths import folded
 from dlprof.analysis.timeline.replay import Kept
 from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.analysis.timeline.what_if import PAUSE_NS, WhatIf, what_if
@@ -74,12 +76,12 @@ def idle_gradients(
     """
     frames, tree = module_frames, modules.or_none()
     idle, trained = _own(frames.paths, held.or_none(), tree, rank)
-    busy, spare = (set(_above(frames.paths, of)) for of in (trained, idle))
+    busy, spare = (set(with_parents(itertools.compress(frames.paths, of.tolist()))) for of in (trained, idle))
     gone, gives = _of_chains(spans, frames, idle)
     before = iv.EMPTY
     if tree is not None and not (tree["forward_flops"] < 0).any():
         unused = np.array([path in spare - busy for path in frames.paths], dtype=bool)
-        before = _before(frames, idle & _on_no_gradient(frames, tree), trained, unused)
+        before = _before(frames, idle & _on_no_gradient(frames, tree), idle, trained, unused)
         made, before = _made_in(before, spans, is_on_device, frames)
         gone |= made
     frame = module_rows["frame"].to_numpy()[operator_work.index]
@@ -98,7 +100,7 @@ def idle_gradients(
     rows = []
     for at, one in taken.items():
         path = frames.paths[int(str(at))]
-        outer = [above for above in _around(path) if above in spare - busy and above in names]
+        outer = [above for above in with_parents([path]) if above in spare - busy and above in names]
         rows.append((names[(outer or [path])[-1]], names[path], one))
     found = pd.DataFrame(rows, columns=["module", "path", "gone_ns"]).astype({"gone_ns": float})
     found = found.groupby(["module", "path"], as_index=False)["gone_ns"].sum().assign(gain_ns=gain)
@@ -123,21 +125,9 @@ def _own(
         own = set(tree.loc[tree["parameters"] > 0, "path"].astype(str))
     if known is None:
         raise NotMeasured("which parameters are in an optimizer was not recorded")
-    idle = np.array([not known.isdisjoint(_around(path)) for path in paths], dtype=bool)
+    idle = np.array([not known.isdisjoint(with_parents([path])) for path in paths], dtype=bool)
     has = np.array([own is None or path in own for path in paths], dtype=bool)
     return idle & has, ~idle & has
-
-
-def _around(path: str) -> Iterator[str]:
-    """Yield the paths of a module and of those around it, the innermost first, down to "", the model itself."""
-    yield path
-    while path:
-        path = parent(path)
-        yield path
-
-
-def _above(paths: Iterable[str], chosen: Flags) -> Iterator[str]:
-    return (above for path, one in zip(paths, chosen, strict=True) if one for above in _around(path))
 
 
 def _has(of: Flags, module: NDArray[np.int64]) -> Flags:
@@ -153,7 +143,7 @@ def _of_chains(spans: pd.DataFrame, frames: Frames, idle: Flags) -> tuple[Flags,
     for place in np.flatnonzero(frames.accumulates[functions] & _has(idle, frames.module[functions])).tolist():
         at = functions[place]
         gone[at] = True
-        for before in functions[:place][::-1].tolist():
+        for before in (int(functions[n]) for n in range(place - 1, -1, -1)):
             if frames.module[before] != frames.module[at]:
                 break
             if not (leads[before] or between[before] or frames.accumulates[before]):
@@ -179,19 +169,26 @@ def _on_no_gradient(frames: Frames, tree: pd.DataFrame) -> Flags:
     return looks_up | ((forward > 0) & (backward <= _OF_INPUT * forward))
 
 
-def _before(frames: Frames, starts: Flags, trained: Flags, unused: Flags) -> iv.Intervals:
-    """Return the time in calls that begin with one of the modules of `starts`, up to the first that is trained."""
-    own = np.flatnonzero(frames.calls & _has(starts | trained | unused, frames.module))
+def _before(frames: Frames, starts: Flags, idle: Flags, trained: Flags, unused: Flags) -> iv.Intervals:
+    """Return the time in calls whose first parameters are those of one of `starts`, up to the first that is trained."""
+    own = np.flatnonzero(frames.calls & _has(idle | trained, frames.module))
     around = np.where(frames.parent >= 0, frames.module[frames.parent], -1)
     outermost = frames.calls & ((frames.parent < 0) | (_has(unused, frames.module) & ~_has(unused, around)))
     found = []
     for call in np.flatnonzero(outermost).tolist():
-        inside = own[(own >= call) & (frames.lane[own] == frames.lane[call]) & (frames.start[own] < frames.end[call])]
-        module = frames.module[inside]
-        busy = np.flatnonzero(trained[module])
-        first = int(busy[0]) if len(busy) else len(inside)
-        if starts[module[:first]].any():
-            found.append((frames.start[call], frames.start[inside[first]] if len(busy) else frames.end[call]))
+        first, inner, end = int(np.searchsorted(own, call)), call, frames.end[call]
+        for at in own[first:]:  # down to the first one that has no other inside
+            if frames.lane[at] != frames.lane[call] or frames.start[at] >= frames.end[inner]:
+                break
+            inner = at
+        if not _has(starts, frames.module[[inner]])[0]:
+            continue
+        for at in own[first:]:
+            if frames.lane[at] != frames.lane[call] or frames.start[at] >= end:
+                break
+            if trained[frames.module[at]]:
+                end = frames.start[at]
+        found.append((frames.start[call], end))
     return iv.merge(np.array(found, dtype=np.int64).reshape(-1, 2))
 
 
