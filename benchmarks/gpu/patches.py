@@ -36,8 +36,8 @@ FIXES: tuple[Fix, ...] = (
     Fix("loader", ("loader.num_workers",)),
 )
 
-# What one needs at least: a recording, its report, two pairs of trials, a comparison of losses, and the patched script; importing torch
-# takes two thirds of each of these runs.
+# What one needs at least: a recording, its report, two pairs of trials, a comparison of losses, and the patched script.
+# Importing torch takes two thirds of each of these runs.
 _LEAST_S, _MOST_S = 120.0, 200.0
 _TIMED_S = 30.0  # of that, for the script with and without its patch
 

@@ -133,7 +133,7 @@ def cures(said: Result, least: float = 0.0) -> list[Mapping[str, Any]]:
     """List the findings that name a cure, in their order, of at least this share of the step.
 
     A change of the training itself (`training`), as another batch size is, cures nothing: where a finding names no
-    other change, it is none of them. Nor is what stands at the clock, which makes a script wait until others have ended.
+    other change, it is none of them. Nor is what stands at the clock, which makes a script wait for others to end.
     """
     found = [o for o in said.get("outcomes") or () if o["state"] == "found" and float(o["share"]) >= least]
     found = [o for o in found if not any(str(place["file"]).endswith("/clock.py") for place in o["where"][:1])]

@@ -81,7 +81,7 @@ def module_tree(
         moved_bytes=_bytes_of(paths, _counted(modules.or_none()), "path", "moved_bytes"),
         held_bytes=_bytes_of(paths, held_by_module.or_none(), "module", "bytes"),
     )
-    kinds = dict.fromkeys(_with_parents(paths), "")
+    kinds = dict.fromkeys(with_parents(paths), "")
     kinds |= {str(path): str(kind) for path, kind in work[~outside].groupby("path")["kind"].first().items()}
     # As the model was built: a compiled layer does not show all that is inside it.
     names = folded({**built(modules.or_none()), **kinds})
@@ -134,7 +134,7 @@ def _by_part(work: pd.DataFrame, key: str) -> pd.DataFrame:
     return _added(by[["calls", *_SUMS]])
 
 
-def _with_parents(paths: Iterable[str]) -> dict[str, None]:
+def with_parents(paths: Iterable[str]) -> dict[str, None]:
     """Return paths with those of all modules around them; "", the model itself, only where it is among them."""
     every: dict[str, None] = {}
     for path in paths:
@@ -149,7 +149,7 @@ def inclusive(own: pd.DataFrame) -> pd.DataFrame:
 
     A figure that is NaN of one is NaN of all around it. Modules around those that are given get a row.
     """
-    paths = list(_with_parents(str(path) for path in own.index))
+    paths = list(with_parents(str(path) for path in own.index))
     place = {path: i for i, path in enumerate(paths)}
     values = own.reindex(paths, fill_value=0.0).to_numpy(dtype=float, copy=True)  # pandas' own is read-only
     depth = np.array([path.count(".") + 1 if path else 0 for path in paths], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What the script's files say by their syntax: where a setting is switched on, and whether attention's mask is causal.
+"""What the script's files say by their syntax: which settings are on, where float64 comes in, whether a mask is causal.
 
 Files are read as the recording keeps them (kept.py): names are known, the text of strings is not.
 """
@@ -67,6 +67,54 @@ def causal_masks(trees: Trees, file: str, line: int) -> tuple[Place, ...]:
         return ()
     made = [(where, node) for where, node in _calls(trees) if _makes(node)]
     return tuple(Place(where, node.lineno, what=ast.unparse(node)) for where, node in made[:_MOST])
+
+
+# Names of types, of what makes a tensor of an array, and of the libraries that make arrays.
+_WIDE, _NARROW = ("double", "float64"), ("float", "float16", "float32", "bfloat16", "half")
+_OF_ARRAYS = ("as_tensor", "from_numpy", "tensor")
+_LIBRARIES = ("np", "numpy", "pd", "pandas")
+
+
+@across_ranks
+def float64_lines(statements: Trees = needs(statements)) -> list[Place]:
+    """Return the first lines of the script that set or name float64, else that make an array in NumPy's default type
+    of which a tensor is made; [] where the recording keeps no files.
+    """
+    found: list[list[Place]] = [[], []]
+    for file, tree in statements.items():
+        for places, nodes in zip(found, (_wide(tree), _by_default(tree)), strict=True):
+            places += [Place(file, node.lineno, what=ast.unparse(node)) for node in nodes]
+    return (found[0] or found[1])[:2]
+
+
+def _wide(tree: ast.Module) -> Iterator[ast.Call]:
+    """Yield calls of `.double()`, and those that are given float64."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        given = _given(call)
+        named = any(_name(one) in _WIDE for one in given) and _owner(call) not in _LIBRARIES
+        if named or (_name(call.func) == "double" and not given):
+            yield call
+
+
+def _by_default(tree: ast.Module) -> Iterator[ast.Call]:
+    """Yield the calls of NumPy or pandas, without a type, that made what a tensor is made of."""
+    nodes = list(ast.walk(tree))
+    made = {_name(one.targets[0]): one.value for one in nodes if isinstance(one, ast.Assign)}
+    for call in (n for n in nodes if isinstance(n, ast.Call) and _name(n.func) in _OF_ARRAYS and n.args):
+        inside = list(ast.walk(call.args[0]))
+        inside += [n for one in inside if _name(one) in made for n in ast.walk(made[_name(one)])]
+        for one in (n for n in inside if isinstance(n, ast.Call)):
+            of_library = _name(one.func) == "to_numpy" or _owner(one) in _LIBRARIES
+            if of_library and not any(_name(n) in _NARROW for n in _given(one)):
+                yield one
+
+
+def _given(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _owner(call: ast.Call) -> str:
+    return _name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
 
 
 def _assigned(tree: ast.Module) -> Iterator[ast.expr | None]:

@@ -25,7 +25,16 @@ from dlprof.record import guarded
 from dlprof.record.device import cpu
 from dlprof.record.failures import last_error, memory_failure
 from dlprof.record.launch.folder import batch_of
-from dlprof.record.model.names import alive, children_of, class_of, modules_of, parameters_of, problems, unwrapped
+from dlprof.record.model.names import (
+    alive,
+    children_of,
+    class_of,
+    modules_of,
+    names_of_all,
+    parameters_of,
+    problems,
+    unwrapped,
+)
 from dlprof.record.model.parameters import subnormal_shares
 from dlprof.record.ranks import find_size, local_rank, process_group
 from dlprof.record.recorder import Recorder
@@ -201,7 +210,7 @@ class Facts:
         return described
 
     def _untrained(self, models: Iterable[Any], optimizers: Iterable[Any]) -> list[str] | None:
-        """Return the models, "(Class)", and their children that want gradients which no optimizer seen so far uses.
+        """Return the paths of the outermost modules that want gradients and have none in any optimizer seen so far.
 
         None where no parameter of a model is in an optimizer, as where these have copies. What was found last stays
         once the objects are gone.
@@ -214,16 +223,21 @@ class Facts:
 
 def _without_optimizer(models: Sequence[Any], optimizers: Sequence[Any]) -> list[str] | None:
     trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    found: list[str] = []
-    known = 0
-    for model in models:
-        children = [(f"({class_of(model)})", model), *children_of(unwrapped(model))][: 1 + _MOST_CHILDREN]
-        for name, module in children:
-            wanted = [p for p in parameters_of(module) if p.requires_grad]
-            known += sum(id(p) in trained for p in wanted)
-            if wanted and not any(id(p) in trained for p in wanted):
-                found.append(name)
-    return found if known else None
+    names = names_of_all(models)
+    found: dict[str, None] = {}
+    todo, seen, known = list(models), 0, False
+    while todo and seen < _MOST_MODULES:
+        module = todo.pop(0)
+        seen += 1
+        wanted = [p for p in parameters_of(module) if p.requires_grad]
+        idle = sum(id(p) not in trained for p in wanted)
+        known |= idle < len(wanted)
+        path = names[id(module)][0] if id(module) in names else ""
+        if wanted and idle == len(wanted):
+            found[path or f"({class_of(module)})"] = None
+        elif idle:
+            todo += [child for _, child in children_of(unwrapped(module))]
+    return list(found) if known else None
 
 
 def _torch() -> Any:
@@ -235,8 +249,8 @@ def _torch() -> Any:
 # Why a question had no answer at the last write, by its name: many objects of a kind cause one warning.
 _unanswered: dict[str, str] = {}
 
-# Of a model's children, so many are looked at.
-_MOST_CHILDREN = 200
+# So many modules are looked at, from the outermost on.
+_MOST_MODULES = 2_000
 
 
 def _ask(question: Callable[..., Any], *args: Any, name: str = "") -> Any:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlprof.analysis.compute.rules import dense_gradient, unused_gradients
+from dlprof.analysis.modules.gradients import idle_gradients
 from dlprof.record.model.parameters import Dropped
+from tests.fixtures import layers, runs, traces
 from tests.fixtures.asking import ask
 from tests.fixtures.jobs import COMPILES_NOTHING, facts, launch, wrapped
 
@@ -45,12 +48,120 @@ def test_wasted_gradients_of_a_real_job(tmp_path: Path, how: str, state: str, na
     unused, dense = (ask(one.RULE, tmp_path / "run") for one in (unused_gradients, dense_gradient))
     assert (unused.state, dense.state) == (state, state)
     if state == "found":
-        assert unused.at_most
+        assert not unused.at_most
         assert unused.saving_ns > 0
         assert "`Sequential`" in unused.changes[0].text
+        # Nothing is trained before the backbone: its backward pass is gone, and the embedding's and the head's is not.
+        spared = {
+            path.split(".")[0] for path in runs.measured(tmp_path / "run", idle_gradients).frame(idle_gradients)["path"]
+        }
+        assert spared == {"(Sequential)"}
         # SGD trains the same with sparse gradients: no change of the training.
         assert ("sparse=True" in dense.changes[0].text, dense.training) == (True, False)
         assert 0.2 < dense.share < 0.95
+
+
+ADAPTED = """
+import sys
+import torch
+from torch import nn
+
+torch.set_num_threads(1)
+
+class Adapted(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(256, 4, bias=False), nn.Linear(4, 256, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(500, 256)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)) for _ in range(4))
+
+    def forward(self, x):
+        x = self.words(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+model = Net()
+model.requires_grad_(sys.argv[1] != "fixed")
+for layer in model.layers:
+    layer[0] = Adapted(layer[0])
+chosen = [p for name, p in model.named_parameters() if "down" in name or "up" in name]
+optimizer = torch.optim.SGD(chosen, lr=0.1) if sys.argv[1] == "sgd" else torch.optim.Adam(chosen)
+for _ in range(40):
+    optimizer.zero_grad()
+    model(torch.randint(500, (512,))).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "state"), [("adam", "found"), pytest.param("sgd", "found", marks=pytest.mark.slow), ("fixed", "clear")]
+)
+def test_adapters_in_a_model_that_is_not_frozen(tmp_path: Path, how: str, state: str) -> None:
+    (tmp_path / "train.py").write_text(COMPILES_NOTHING + ADAPTED)
+    assert launch(wrapped(tmp_path / "run", [sys.executable, tmp_path / "train.py", how]), tmp_path).returncode == 0
+    bases, norms = ([f"layers.{n}.{one}" for n in range(4)] for one in ("0.base", "1"))
+    told = facts(tmp_path / "run/ranks/00000")["untrained"]
+    assert sorted(told) == (sorted(["words", *bases, *norms]) if state == "found" else [])
+    rule = ask(unused_gradients.RULE, tmp_path / "run")
+    assert rule.state == state
+    if state == "found":
+        assert not rule.at_most
+        assert "`model.requires_grad_(False)` before they are added" in rule.changes[0].text
+        assert rule.where[0].what.startswith("optimizer = torch.optim.")
+        assert 0.1 < rule.share < 0.5  # one of the three products of a base, and not the other two
+
+
+def backward(*, products: int = 2) -> list[dict[str, Any]]:
+    """Return a step of 1 ms on a CPU: a Linear between others, which computes so many products in its backward pass."""
+    us = 1_000
+    return [
+        traces.step(0, 0, 1000 * us),
+        layers.called("", "Net", 0, 300 * us),
+        layers.called("a", "Linear", 10 * us, 200 * us),
+        layers.forward("t", 12 * us, 5 * us, 5),
+        layers.forward("addmm", 20 * us, 100 * us, 6),
+        layers.called("b", "Linear", 220 * us, 50 * us),
+        layers.forward("addmm", 230 * us, 30 * us, 7),
+        layers.function("AddmmBackward0", 400 * us, 60 * us, 7),
+        traces.op("aten::mm", 410 * us, 40 * us),
+        layers.accumulates(460 * us, 10 * us),
+        layers.function("AddmmBackward0", 500 * us, 300 * us, 6),
+        *(traces.op("aten::mm", (505 + 60 * n) * us, 50 * us) for n in range(products)),
+        traces.op("aten::sum", 700 * us, 30 * us),
+        layers.accumulates(810 * us, 10 * us),
+        layers.function("TBackward0", 830 * us, 5 * us, 5),
+        layers.accumulates(840 * us, 20 * us),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("untrained", "products", "gone_us"),
+    [
+        (["a"], 2, 50 + 30 + 10 + 5 + 20),  # one of two products, the bias's sum, and what leads to both parameters
+        (["a"], 1, 50 + 30 + 10 + 5 + 20),  # the only one is its own
+        (["b"], 2, 40 + 10),
+        ([], 2, 0),
+    ],
+)
+def test_what_the_gradients_of_a_linear_take(
+    tmp_path: Path, untrained: list[str], products: int, gone_us: float
+) -> None:
+    steps = [runs.light(n, 1_000_000) for n in range(5)]
+    made = layers.on_cpu(backward(products=products))
+    run = runs.recorded(tmp_path / "run", (made, steps, {**runs.CPU, "untrained": untrained}))
+    found = runs.measured(run, idle_gradients).frame(idle_gradients)
+    assert found["path"].tolist() == untrained
+    assert found["gone_ns"].sum() == pytest.approx(gone_us * 1e3)
+    assert found["gain_ns"].tolist() == pytest.approx([gone_us * 1e3] * len(untrained))
 
 
 AGAINST = """

@@ -54,6 +54,7 @@ def multiplied(
     took: int = 6 * MS,
     waits: bool = True,
     operator: str = "aten::mm",
+    then: str = "elementwise",
     **facts: Any,
 ) -> Path:
     """Write three steps of 10 ms, of which a product takes 6; the host waits for the rest, or launches it too late."""
@@ -64,7 +65,7 @@ def multiplied(
         events += [traces.step(n, t, 10 * MS), traces.op(operator, t, 20 * US, **told)]
         events += traces.launched(kernel, t + 5 * US, t + 10 * US, took, 3 * n + 1)
         after = t + 50 * US if waits else t + took
-        events += traces.launched("elementwise", after, t + took + 10 * US, 9 * MS - took, 3 * n + 2)
+        events += traces.launched(then, after, t + took + 10 * US, 9 * MS - took, 3 * n + 2)
         events += [traces.call("cudaStreamSynchronize", t + 100 * US, 9 * MS, 3 * n + 3)] if waits else []
     made = traces.trace(*events, world_size=1, device=device)
     if not facts:
@@ -217,6 +218,12 @@ FLOAT64 = {
     "a GPU's memory": found(double(V100, FLAT), 3 * MS),
     "memory where tensor cores take float64": found(double(A100, FLAT), 3 * MS),
     "a GPU without a peak in float64": found(double(RTX), 6 * MS * (1 - OF_RTX)),
+    # In 6 ms it reaches little of its peak, and is as far from TF32's: 156 TFLOP/s, not half of that.
+    "TF32 where it is allowed": found(double(A100, matmul={"allow_tf32": True}), 6 * MS * (1 - 19.5 / 156)),
+    "half of other kernels where all is in float64": found(
+        double(V100, then="void at::native::vectorized_elementwise_kernel<2, at::native::CUDAFunctor_add<double> >"),
+        6 * MS * (1 - 7.8 / 15.7) + 3 * MS / 2,
+    ),
     "tensor cores that multiply float64 as fast": clear(double(A100), 0, "60 %"),
     "a late host": clear(double(V100, waits=False), None),
     "float32 on a GPU": clear(double(V100, dtype="float")),

@@ -118,7 +118,7 @@ def test_interpolation_as_torch_puts_it_together(tmp_path: Path) -> None:
     times, start = deterministic.interpolation(spans, ops), spans["start_ns"].to_numpy()
 
     def inside(name: str) -> set[bool]:
-        return set(iv.holds(times, start[(ops & (spans["name"] == name)).to_numpy()]).tolist())
+        return set(iv.holds(times, start[ops & (spans["name"] == name).to_numpy()]).tolist())
 
     assert inside("aten::_unsafe_index") == inside("aten::_index_put_impl_") == inside("aten::arange") == {True}
     assert (
