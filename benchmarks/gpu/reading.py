@@ -136,7 +136,7 @@ def cures(said: Result, least: float = 0.0) -> list[Mapping[str, Any]]:
     other change, it is none of them. Nor is what stands at the clock, which makes a script wait for others to end.
     """
     found = [o for o in said.get("outcomes") or () if o["state"] == "found" and float(o["share"]) >= least]
-    found = [o for o in found if not any(str(place["file"]).endswith("/clock.py") for place in o["where"][:1])]
+    found = [o for o in found if not any(str(place.get("file")).endswith("/clock.py") for place in o["where"][:1])]
     return [o for o in found if not o["changes"] or not all(change.get("training") for change in o["changes"])]
 
 

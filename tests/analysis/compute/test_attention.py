@@ -331,6 +331,7 @@ def masked(
     device: str = A100,
     source: str = CAUSAL,
     trains: bool = True,
+    text: str = "return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)",
 ) -> Path:
     """Record attention of 10 ms, the conversion of its mask of 1 ms, and its backward pass of 20 ms."""
     events: list[Any] = [traces.step(0, 0, 100 * MS), traces.op("aten::scaled_dot_product_attention", 0, 500 * US)]
@@ -344,7 +345,7 @@ def masked(
         done += ms * MS
     events.append(traces.call("cudaStreamSynchronize", 2 * MS, 97 * MS, 99))
     counts = [{"operator": operator, "dtype": dtype, "shape": s, "calls": 1, "flops": 1, "bytes": 1} for s in shapes]
-    line = {"phase": "forward", "after": "", "file": "train.py", "line": 3, "function": "forward", "source": "F.…"}
+    line = {"phase": "forward", "after": "", "file": "train.py", "line": 3, "function": "forward", "source": text}
     flops = {"shapes": counts, "lines": [{**line, "calls": 1, "operators": {operator: 1}}]}
     trace = traces.trace(*events, world_size=1, device=device)
     run = runs.recorded(
@@ -383,6 +384,7 @@ MASKED = {
     # Of two such calls a mask is given to one.
     "half of it without a mask": found(on_gpu(MASKS, WITHOUT), 15.5 * MS - 3.5 * HALF),
     "no mask": clear(on_gpu(WITHOUT)),
+    "a library's model": clear(on_gpu(MASKS, text="loss = model(**batch).loss"), "whether it needs it is not known"),
     "flash attention": clear(on_gpu(WITHOUT, operator=FLASH)),
     "float32, which flash attention does not take": clear(on_gpu(MASKS, dtype="float32")),
     "a head that is too wide": clear(on_gpu(MASKS.replace("x64", "x512"))),

@@ -4,9 +4,9 @@
 the mask and compute all scores, also the half that a causal mask throws away. FlashAttention takes no mask: said to be
 causal, it computes only what is not masked.
 
-Needs a trace of a GPU, and the shapes of attention, of the step whose FLOPs are counted (`--flops`). Left alone are
-sequences shorter than 128, and what FlashAttention does not take: types of other than 16 bits, and heads wider than
-256.
+Needs a trace of a GPU, and the shapes of attention, of the step whose FLOPs are counted (`--flops`), and a line of the
+script that calls it: a library's model may need its mask. Left alone are sequences shorter than 128, and what
+FlashAttention does not take: types of other than 16 bits, and heads wider than 256.
 
 Saving: the time of these kernels and of what converts the mask, less what FlashAttention takes of as many scores, half
 of them where there are as many queries as keys, at the share of the device's peak that it reaches at least: half on
@@ -16,8 +16,7 @@ causal: others leave more scores, or fewer.
 What to change: `torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)` instead of a causal mask,
 which gives the same but for rounding. Padding at the end needs no mask beside it: no other token sees it, and the loss
 leaves it out. For other masks there is `torch.nn.attention.flex_attention`, compiled, with a block mask, which skips
-what is masked; for sequences of several lengths, `torch.nn.attention.varlen`. Models of `transformers` leave the mask
-out where `attention_mask` masks nothing.
+what is masked; for sequences of several lengths, `torch.nn.attention.varlen`.
 """
 
 from __future__ import annotations
@@ -42,15 +41,20 @@ _COLUMNS = {
 _OTHERS = (
     "where the mask is causal, `scaled_dot_product_attention(q, k, v, is_causal=True)` instead of it: flash attention"
     " takes no mask. For others `torch.nn.attention.flex_attention`, compiled, with a block mask; for sequences of"
-    " several lengths `torch.nn.attention.varlen`; in `transformers` batches without padding and without an"
-    " `attention_mask`"
+    " several lengths `torch.nn.attention.varlen`"
 )
 
 
-def check(masked_attention: Frame = needs(masked_attention), mean_step_ns: float = needs(mean_step_ns)) -> Estimate:
+def check(
+    masked_attention: Frame = needs(masked_attention),
+    mean_step_ns: float = needs(mean_step_ns),
+    job: Job = needs(JOB),
+) -> Estimate:
     frame = masked_attention
     if frame.empty:
         return nothing("no long attention takes a mask as a tensor")
+    if not any(_calls(job, int(rank)) for rank in frame["rank"].unique()):
+        return nothing("a library's model gives its attention a mask, and whether it needs it is not known")
     gains = (frame["ns"] - frame["flash_ns"]).clip(lower=0.0)
     most = frame.groupby("rank")["most_ns"].first()
     saved = {rank: min(ns, float(most[rank])) for rank, ns in by_rank(frame.assign(gain_ns=gains), "gain_ns").items()}
@@ -74,9 +78,7 @@ def explain(
     job: Job = needs(JOB),
 ) -> Explanation:
     mine = estimate.rows(masked_attention)
-    lines = (job.facts[estimate.worst].get("flops") or {}).get("lines") or ()
-    called = [one for one in lines if set(TAKES_MASK) & set(one.get("operators") or ())]
-    where = [Place(str(one["file"]), int(one["line"]), str(one["function"]), what=str(one["source"])) for one in called]
+    where = _calls(job, estimate.worst)
     masks = [causal_masks(statements, place.file, place.line) for place in where]
     causal = bool(masks) and all(masks) and bool(mine["causal"].all())
     made = tuple(dict.fromkeys(place for places in masks for place in places)) if causal else ()
@@ -95,6 +97,17 @@ def explain(
         at_most=not causal,
         where=(*where, *made),
     )
+
+
+def _calls(job: Job, rank: int) -> list[Place]:
+    """Return the script's own calls of attention with a mask; none where a library calls it."""
+    lines = (job.facts[rank].get("flops") or {}).get("lines") or ()
+    called = [one for one in lines if set(TAKES_MASK) & set(one.get("operators") or ())]
+    return [
+        Place(str(one["file"]), int(one["line"]), str(one["function"]), what=str(one["source"]))
+        for one in called
+        if "attention" in str(one["source"])
+    ]
 
 
 RULE = Rule("Attention with a mask", check, explain, saves_from=("computation",), only_with="gpu")
