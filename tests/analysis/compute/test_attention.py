@@ -384,7 +384,7 @@ MASKED = {
     # Of two such calls a mask is given to one.
     "half of it without a mask": found(on_gpu(MASKS, WITHOUT), 15.5 * MS - 3.5 * HALF),
     "no mask": clear(on_gpu(WITHOUT)),
-    "a library's model": clear(on_gpu(MASKS, text="loss = model(**batch).loss"), "whether it needs it is not known"),
+    "a library's model": clear(on_gpu(MASKS, text="loss = model(**batch).loss")),
     "flash attention": clear(on_gpu(WITHOUT, operator=FLASH)),
     "float32, which flash attention does not take": clear(on_gpu(MASKS, dtype="float32")),
     "a head that is too wide": clear(on_gpu(MASKS.replace("x64", "x512"))),
