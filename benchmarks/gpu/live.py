@@ -25,6 +25,7 @@ from benchmarks.gpu.live_judges import (
     of_injected,
     of_losses,
     of_ps,
+    of_ps_gpu,
     of_refusal,
     of_top,
 )
@@ -109,6 +110,7 @@ def _plain(bench: Bench, job: Beside) -> Found:
     while len(looks) < LOOKS and of_ps(looks, int(pid))[1].state != "passed":
         looks.append(bench.told("ps"))
     parts = [*sure, *of_ps(looks, int(pid))]
+    figures = [*figures, of_ps_gpu(looks, int(pid))]
     inject = ("attach", pid, "--inject", "--seconds", "4", "-o", bench.work / "injected")
     itself = hasattr(sys, "remote_exec")  # PEP 768: without gdb
     if not itself:

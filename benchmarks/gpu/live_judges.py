@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.jobs import Ended, how
-from benchmarks.gpu.outcome import Part, holds, near, same
+from benchmarks.gpu.outcome import Part, above, holds, near, same
 
 NAME = "live_job.py"
 UTILIZATION = "utilization.gpu"  # nvidia-smi's
@@ -63,6 +63,13 @@ def of_ps(looks: Sequence[Sequence[Mapping[str, Any]]], pid: int) -> list[Part]:
         holds("ps: lists it", listed, f"of process {pid}, in {len(looks)} calls: {rows}"),
         holds("ps: its word", right, f"it said {said}", how="most of each step waits for the device"),
     ]
+
+
+def of_ps_gpu(looks: Sequence[Sequence[Mapping[str, Any]]], pid: int) -> Part:
+    """Judge how busy `ps` says the job's GPU is; others compute on it meanwhile."""
+    shares = [row["gpu_share"] for look in looks for row in look if row["pid"] == pid]
+    most = max((share for share in shares if share is not None), default=None)
+    return above("ps: its GPU's use", most, 0.4, unit="share", how="the job alone keeps it busy for 70 %")
 
 
 def of_refusal(ended: Ended, goes_on: bool) -> list[Part]:

@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlprof import run_folder
-from dlprof.errors import DlprofError
+from dlprof.errors import DlprofError, reason
 from dlprof.live.follow import Follower, RankNow, of, stands_still
 from dlprof.live.look import (
     WORDS,
@@ -335,7 +337,9 @@ class JobHere:
     """A job of this user's on this host. `pid`: of what has started its ranks, else of its first rank.
 
     `step_ns`: the mean of the last steps of its slowest rank, if it is recorded. `now`: what it does, in a word or two.
-    `cores`: that its processes used just now.
+    `cores`: that its processes used just now. `gpu_share`: how busy the GPUs that they compute on were, of the driver's
+    last moment, the mean; None: none of its processes computes on one, or the driver does not tell. `slurm`: SLURM's
+    numbers of the job and its step, "12.0"; "": it is none of SLURM's.
     """
 
     pid: int
@@ -348,6 +352,9 @@ class JobHere:
     now: str
     run: str = ""
     step_ns: float | None = None
+    gpu_share: float | None = None
+    host: str = ""
+    slurm: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as it is printed with --format json."""
@@ -363,6 +370,7 @@ def found_jobs() -> list[JobHere]:
     time.sleep(_MOMENT_S)
     processes, passed_s = mine(), time.monotonic() - began_s
     seen = {one.pid: one for one in with_stacks(one for one in processes.values() if one.torch)}
+    gpus = busy_gpus() if any(one.gpu for one in seen.values()) else {}
     found = []
     for members in jobs({**processes, **seen}.values()):
         ranks = ranks_of(members)
@@ -384,9 +392,67 @@ def found_jobs() -> list[JobHere]:
                 now=f"stands still: dlprof hang {first.pid}" if still else now,
                 run=run,
                 step_ns=step_s and step_s * 1e9,
+                gpu_share=of_job(gpus, [one.pid for one in members]),
+                host=os.uname().nodename,
+                slurm=next((one.job for one in members if one.job), ""),
             )
         )
     return found
+
+
+_SRUN_S = 60.0  # that a step of SLURM's may take to begin and to look
+
+
+def jobs_of_slurm(number: str) -> list[JobHere]:
+    """Return the training jobs of a job of SLURM's, on all of its nodes, by a step beside its own (srun --overlap).
+
+    Raises DlprofError where SLURM does not start such a step.
+    """
+    words = ["srun", f"--jobid={number}", "--overlap", "--ntasks-per-node=1", "--quiet"]
+    words += [sys.executable, "-m", "dlprof.cli", "ps", "--format", "json"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_SRUN_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise DlprofError(f"srun: {reason(e) if isinstance(e, OSError) else f'no answer in {_SRUN_S:.0f} s'}") from None
+    found: dict[tuple[str, int], JobHere] = {}
+    for line in done.stdout.splitlines():
+        with contextlib.suppress(ValueError, TypeError):  # whatever else is printed on the nodes
+            rows = [JobHere(**row) for row in json.loads(line)]
+            # Several nodes may be one machine.
+            found |= {(row.host, row.pid): row for row in rows if row.slurm.partition(".")[0] == number}
+    if done.returncode and not found:
+        said = done.stderr.strip().splitlines()
+        raise DlprofError(f"srun --jobid={number}: {plain(said[-1], 300) if said else f'exit code {done.returncode}'}")
+    return list(found.values())
+
+
+# What one process computes on, by the device's number, and how busy that is.
+Busy = Mapping[int, Mapping[int, float]]
+
+
+def busy_gpus() -> Busy:
+    """Return how busy the NVIDIA GPUs are that each process computes on; {} where the driver does not tell."""
+    found: dict[int, dict[int, float]] = {}
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # noqa: BLE001 - no package, no driver, or one of another kind
+        return found
+    with contextlib.suppress(pynvml.NVMLError):
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(pynvml.NVMLError):  # a GPU of somebody else's, or one that is lost
+                handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+                share = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+                for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                    found.setdefault(int(process.pid), {})[number] = share
+    return found
+
+
+def of_job(gpus: Busy, pids: Iterable[int]) -> float | None:
+    """Return how busy the GPUs are that processes compute on, the mean, each GPU once; None: they compute on none."""
+    shares = {number: share for pid in pids for number, share in gpus.get(pid, {}).items()}
+    return sum(shares.values()) / len(shares) if shares else None
 
 
 def word_of(ranks: Iterable[Process]) -> str:

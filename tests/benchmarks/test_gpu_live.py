@@ -76,6 +76,12 @@ def test_ps_lists_the_job_with_the_word_for_a_wait(looks: list[list[dict[str, An
     assert failed(*judges.of_ps(looks, 7)) == wrong
 
 
+@pytest.mark.parametrize(("shares", "wrong"), [([0.9], []), ([None, 0.5], []), ([0.2], ["ps"]), ([None], ["ps"])])
+def test_ps_says_how_busy_its_gpu_is(shares: list[float | None], wrong: list[str]) -> None:
+    part = judges.of_ps_gpu([[row() | {"gpu_share": share}] for share in shares], 7)
+    assert [name.partition(":")[0] for name in failed(part)] == wrong
+
+
 def attached(what: str = "device", share: float = 0.8, place: str = "live_job.py:86") -> Ended:
     parts = [
         {"what": "code", "share": 1 - share, "lines": []},

@@ -82,6 +82,7 @@ def asked(*options: str) -> Any:
 def test_ps_lists_the_job_with_one_word(job: tuple[int, Path]) -> None:
     (row,) = [row for row in asked("ps") if row["pid"] == job[0]]
     assert (row["ranks"], row["workers"], row["run"], row["step_ns"]) == (2, 2, "", None)
+    assert row["gpu_share"] is None  # it trains on the CPU
     # Whatever most of the ranks are in the middle of.
     assert row["now"] in ("waits for data", "trains", "trains (in a collective)", "runs Python")
     assert str(job[1]) in row["command"]

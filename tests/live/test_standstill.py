@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.live.gather import Call, disagreements, ranks_of, word_of
+from dlprof.live.gather import Call, disagreements, of_job, ranks_of, word_of
 from dlprof.live.look import Frame, Process, Thread, activity, doing, fetches, is_own, jobs, role_of
 from dlprof.live.standstill import Rank, Seen, standstill
 
@@ -371,3 +371,13 @@ SUM = Call("default_pg", 21, "all_reduce", "8", "Float", ended=False)
 )  # fmt: skip
 def test_where_ranks_disagree(calls: list[Call], found: list[str]) -> None:
     assert list(disagreements({rank: [call] for rank, call in enumerate(calls)})) == found
+
+
+@pytest.mark.parametrize(
+    ("pids", "share"),
+    [([1], 0.9), ([1, 2], 0.5), ([1, 3], 0.9), ([4], 0.5), ([3, 9], None), ([], None)],
+    ids=["one GPU", "two", "a worker computes on none", "one process on both", "none", "no process"],
+)
+def test_a_jobs_gpus_are_those_that_its_processes_compute_on(pids: list[int], share: float | None) -> None:
+    busy = {1: {0: 0.9}, 2: {1: 0.1}, 4: {0: 0.9, 1: 0.1}}
+    assert of_job(busy, pids) == (share if share is None else pytest.approx(share))

@@ -138,6 +138,23 @@ def test_one_torchrun_a_node_and_two_jobs_keep_apart(slurm: dict[str, str], scri
 
 
 @pytest.mark.slow
+def test_ps_looks_on_all_nodes_of_a_job(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
+    jobs = [submitted(script, slurm, "long", word) for word in ("one", "two")]
+    outs = [tmp_path / f"trains-{job}.out" for job in jobs]
+    assert until(lambda: all(out.exists() and out.read_text().count("ready") == SIZE for out in outs))
+    rows = json.loads(launch([*DLPROF, "ps", "--job", jobs[0], "--format", "json"], tmp_path, env=slurm).stdout)
+    assert sum(row["ranks"] for row in rows) == SIZE
+    assert {row["slurm"].partition(".")[0] for row in rows} == {jobs[0]}
+    assert {row["run"] for row in rows} == {str(tmp_path / f"runs/trains-{jobs[0]}")}
+    for job in jobs:
+        launch(["scancel", job], tmp_path, env=slurm)
+    refused = launch([*DLPROF, "ps", "--job", "999999"], tmp_path, env=slurm)
+    assert refused.returncode == 1
+    assert "srun --jobid=999999: " in refused.stderr
+    assert until(lambda: not running(script))
+
+
+@pytest.mark.slow
 def test_scancel_leaves_a_recording_and_a_report_of_it(slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
     job = submitted(script, slurm, "long", options=("--window", "5,1,100000"))
     out = tmp_path / f"trains-{job}.out"

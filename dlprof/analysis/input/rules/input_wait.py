@@ -131,10 +131,6 @@ def cheaper(starving: Starving, faster: FasterLoader) -> str:
 def changes(starving: Starving, faster: FasterLoader) -> Iterator[Change]:
     """Propose what makes the loader faster, then settings of its queue that cost nothing."""
     yield from _by_rate(starving, faster) if faster.plan is None else _by_plan(starving, faster, faster.plan)
-    if starving.workers and starving.loader.get("persistent_workers") is False:
-        yield change(
-            "`persistent_workers=True` (is False): workers start anew each epoch", persistent_workers=(False, True)
-        )
     if starving.workers and starving.loader.get("prefetch_factor") == 1:
         yield change("`prefetch_factor=2` or more (is 1): one slow sample stalls the queue", prefetch_factor=(1, 2))
 
