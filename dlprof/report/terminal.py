@@ -13,6 +13,7 @@ from dlprof.report import tried as trials
 from dlprof.report.figures import memory, modules
 from dlprof.result import Outcome, Result, TimePart
 from dlprof.result.tried import Tried
+from dlprof.units import short
 
 FIRST_RANKS = 8  # always have bars: the ranks of a host
 OUTLIERS = 4  # so many of the others that differ most have bars, too
@@ -166,6 +167,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     for sentence in verdict.blamed(result):
         lines += wrap(sentence, width, "  ")
     lines += _modules(result, width)
+    lines += _of_script(result, width)
     if said := verdict.device_floor(result)[0]:
         lines += ["", *wrap(said, width, "  ")]
     if held := memory.sentence(result.footprint):
@@ -216,6 +218,20 @@ def _modules(result: Result, width: int) -> list[str]:
     lines = ["", *wrap(f"Where in the model ({of}):", width, "  ")]
     for share, name in shown:
         lines += wrap(name, width, f"  {formatting.percent(share):>7}  ")
+    return lines
+
+
+MOST_OF_SCRIPT = 4
+
+
+def _of_script(result: Result, width: int) -> list[str]:
+    """Return the lines of the script whose operators take most."""
+    if not result.lines:
+        return []
+    lines = ["", *wrap("Lines by what they compute, with their part of the backward pass:", width, "  ")]
+    for one in result.lines[:MOST_OF_SCRIPT]:
+        name = f"{plain(one.file, 120)}:{one.line} {short(plain(one.source, 200), 60)}"
+        lines += wrap(name, width, f"  {formatting.percent(one.share):>7}  ")
     return lines
 
 

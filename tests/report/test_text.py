@@ -29,7 +29,7 @@ from dlprof.result import (
     Together,
     Window,
 )
-from dlprof.result.figures import DeviceWork, GpuLog, InModule, Modules, Outside, Profile, WorkKind
+from dlprof.result.figures import DeviceWork, GpuLog, InModule, LineWork, Modules, Outside, Profile, WorkKind
 from dlprof.result.stored import shareable, to_json
 from dlprof.trial import planning
 from tests.fixtures import results
@@ -482,7 +482,28 @@ def test_the_table_of_work_has_rates_and_floors_and_says_what_is_missing() -> No
     assert "needs at least" not in shared.table.columns
 
 
-# Where in the model.
+# Where in the model, and in the script.
+
+
+def test_the_line_that_computes_most_is_named_where_no_rule_finds_anything_unless_it_only_calls_the_model() -> None:
+    def line(source: str, share: float) -> LineWork:
+        return LineWork("net.py", 7, "forward", source, 2.0, share * 90 * MS, 0.0, share)
+
+    healthy = results.healthy()
+    for lines, named in (
+        (
+            (line("x = x.softmax(-1) @ v", 0.4),),
+            "40 % of what is computed is called in `x = x.softmax(-1) @ v` (net.py:7)",
+        ),
+        ((line("loss = model(x)", 0.9), line("x = x.tanh()", 0.3)), "30 % of what is computed"),
+        ((line("loss = model(x).loss", 0.9), line("x = x.tanh()", 0.1)), ""),
+        ((line("x = x.tanh()", 0.2),), ""),
+    ):
+        said = words(verdict.headline(replace(healthy, lines=lines))[1])
+        assert ("of what is computed" in said) is bool(named)
+        assert named in said
+    told = terminal.render(replace(healthy, lines=(line("x = x.tanh()", 0.3),)))
+    assert "30 %  net.py:7 x = x.tanh()" in " ".join(told.split("\n"))
 
 
 def test_modules_with_most_time_have_a_line_and_none_is_inside_another() -> None:
@@ -532,13 +553,15 @@ def test_sharing_takes_names_and_folders_away_and_leaves_what_is_measured() -> N
     )
     late = Outcome("input_wait", "found", "Waits", summary="rank 1 on gpu-17.cluster.example.org is late")
     facts = (Fact("Job", "folder", "/home/alice/project"), Fact("Job", "seen", "load (/home/alice/project/data.py:12)"))
-    shared = shareable(Result(run=run, window=None, outcomes=(late,), facts=facts))
+    lines = (LineWork("/home/alice/project/net.py", 7, "forward", "x = self.a(x)", 1.0, 5.0, 3.0, 0.5),)
+    shared = shareable(Result(run=run, window=None, outcomes=(late,), facts=facts, lines=lines))
     text = json.dumps(to_json(shared))
     assert [word for word in ("alice", "gpu-17", "gpu-18", "cluster", "scratch") if word in text] == []
     assert shared.run.hosts == ("host1", "host2")
     assert shared.run.command == ("python", "…/train.py", "--out", "…/out", "--owner", "user")
     assert shared.outcomes[0].summary == "rank 1 on host1 is late"
     assert shared.facts[1].value == "load (…/data.py:12)"
+    assert shared.lines[0].file == "…/net.py"
     harmless = Result(run=RunInfo("run", command=("python", "train.py"), hosts=("localhost",)), window=None)
     assert shareable(harmless) == harmless
 
