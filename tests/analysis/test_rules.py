@@ -12,10 +12,12 @@ from tests.fixtures.places import ROOT
 
 ANALYSIS = ROOT / "dlprof" / "analysis"
 # Command lines, names of kernels in C++, and paths and names of people.
-# Those that read sentences of others: of users, names of modules, diffs, and style sheets.
+# Those that read sentences of others: of users, lines of their scripts, names of modules and operators, diffs, style
+# sheets.
 READ_OTHERS = {
     "advice.py",
     "code.py",
+    "deterministic.py",
     "endings.py",
     "formatting.py",
     "html.py",
@@ -23,6 +25,7 @@ READ_OTHERS = {
     "modules.py",
     "screen.py",
     "settings.py",
+    "verdict.py",
     "whatif.py",
 }
 

@@ -187,7 +187,7 @@ CASES = [
          sets=[("num_workers", 0, 3), STAY]),
     case("no free core", WAIT, waiting(50, cores=2), sets=[], says="make a sample cheaper"),
     case("a shallow queue", WAIT, waiting(40, persistent_workers=False, prefetch_factor=1),
-         sets=[("num_workers", 2, 4), STAY, ("prefetch_factor", 1, 2)]),
+         sets=[("num_workers", 2, 4), ("prefetch_factor", 1, 2)]),
     case("a loader that keeps up", WAIT, waiting(1), state="clear", share=0.01, lost_share=0.01),
     case("just below the threshold", WAIT, waiting(4.9), state="clear"),
     case("just above the threshold", WAIT, waiting(5.1)),

@@ -25,10 +25,9 @@ same in every epoch, fit into half of the memory that is left, and take ten time
 once is enough.
 
 What to change, in this order: cure a line that does needless work for every sample, keep samples that are always the
-same, let worker processes load
-(`num_workers`), keep them between epochs (`persistent_workers=True`), make a sample cheaper (decode smaller, cache what
-is decoded, store what is read together in one file), collate whole tensors, hand over fewer bytes where pinning them is
-the limit, and give the loader's processes free cores.
+same, let worker processes load (`num_workers`, with `persistent_workers=True` where there were none), make a sample
+cheaper (decode smaller, cache what is decoded, store what is read together in one file), collate whole tensors, hand
+over fewer bytes where pinning them is the limit, and give the loader's processes free cores.
 """
 
 from __future__ import annotations
