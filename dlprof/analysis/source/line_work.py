@@ -28,7 +28,6 @@ from dlprof.errors import NotMeasured
 _AT = ("phase", "after", "file", "line", "function", "source", "calls")
 _COLUMNS = [*_AT, "forward_ns", "backward_ns", "of_ns", "gain_ns"]
 
-
 # Of lines with less than this share of what all operators take, no gain is replayed.
 _NOTABLE = 0.05
 
@@ -57,11 +56,11 @@ def line_work(
         raise NotMeasured("no step's operators were counted by line")
     names = {name for of in called for name in of}
     name, backward = _operators(operator_work["owner"].to_numpy(), spans, is_on_device, names)
-    took = operator_work["dur_ns"].to_numpy()
-    by = pd.DataFrame({"name": name, "backward": backward, "ns": took / max(len(timing.windows), 1)})
-    by = by.groupby(["name", "backward"], as_index=False).sum()
-    ns = {(str(n), bool(back)): float(each) for n, back, each in by.itertuples(index=False)}
-    of_ns = sum(ns.values())
+    code, of = pd.factorize(name)
+    took = operator_work["dur_ns"].to_numpy() / max(len(timing.windows), 1)
+    sums = np.bincount(2 * code + backward, took, 2 * len(of)).reshape(-1, 2)
+    ns = {(str(n), part): float(each[int(part)]) for n, each in zip(of, sums, strict=True) for part in (False, True)}
+    of_ns = float(sums.sum())
     rows = []
     for one, shares in zip(lines, _shares(called, [_numbers(one.get("moved")) for one in lines]), strict=True):
         forward, back = (sum(ns.get((n, part), 0.0) * share for n, share in shares.items()) for part in (False, True))
@@ -69,8 +68,8 @@ def line_work(
         if gain < _NOTABLE * of_ns:
             gain = math.nan
         elif (shorter := shorter_kernels.or_none()) is not None:
-            left = pd.Series(1.0 - np.array([shares.get(str(n), 0.0) for n in name]), operator_work.index)
-            left = left.reindex(kernels.get().index, fill_value=1.0)
+            kept = 1.0 - np.array([shares.get(str(n), 0.0) for n in of])
+            left = pd.Series(kept[code], operator_work.index).reindex(kernels.get().index, fill_value=1.0)
             gain = shorter((left < 1.0).to_numpy(), left.to_numpy())
         rows.append((*(one[key] for key in _AT), forward, back, of_ns, gain))
     frame = pd.DataFrame(rows, columns=_COLUMNS)
