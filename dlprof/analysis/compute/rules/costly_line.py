@@ -72,10 +72,20 @@ def _traced(lines: Frame) -> _Found:
         known = idioms.known(str(row["source"]), (f"{row['function']} ()",), row["phase"] or "rest")
         # What the stacks would have to tell, as whether a loop is one over elements, no source does.
         if known is not None and known.first and not known.last and row["gain_ns"] > found.get(row["rank"], (0.0,))[0]:
-            share = (row["forward_ns"] + row["backward_ns"]) / row["of_ns"]
+            near = _near(lines, row["rank"], Place(row["file"], row["line"], row["function"]))
+            ns = near["forward_ns"] + near["backward_ns"]
+            beside = float(ns[near["line"] != row["line"]].sum())
             place = Place(row["file"], row["line"], row["function"])
-            found[row["rank"]] = row["gain_ns"], "", CostlyLine(place, (), share, row["source"], known)
+            line = CostlyLine(place, (), float(ns.sum()) / row["of_ns"], row["source"], known)
+            found[row["rank"]] = row["gain_ns"] + beside, "", line
     return found
+
+
+def _near(lines: Frame, rank: int, place: Place) -> Frame:
+    """Return the rows of a line and of those around it in its function."""
+    near = lines[(lines["rank"] == rank) & (lines["function"] == place.function)]
+    near = near[[str(file).endswith(place.file) for file in near["file"]]]
+    return near[(near["line"] - place.line).abs() <= AROUND]
 
 
 def _seen(
@@ -107,9 +117,7 @@ def _backward(lines: Frame | None, rank: int, line: CostlyLine) -> float | None:
     """Return how many times as long as a line, and those around it, its part of the backward pass takes."""
     if lines is None:
         return None
-    near = lines[(lines["rank"] == rank) & (lines["function"] == line.place.function)]
-    near = near[[str(file).endswith(line.place.file) for file in near["file"]]]
-    near = near[(near["line"] - (line.place.line or 0)).abs() <= AROUND]
+    near = _near(lines, rank, line.place)
     forward = float(near["forward_ns"].sum())
     return float(near["backward_ns"].sum()) / forward if forward > 0 else None
 
@@ -118,7 +126,7 @@ def explain(estimate: Estimate, mean_step_ns: float = needs(mean_step_ns)) -> Ex
     took, phase, line = estimate.seen[estimate.worst]
     if not phase:
         summary = f"{percent(line.share)} of what rank {estimate.worst} computes is called in {line.shown}"
-        summary += f" with its part of the backward pass: up to {duration(took)} of a step."
+        summary += f" and the lines around it, with their part of the backward pass: up to {duration(took)} of a step."
         sure = "Estimated as the operators of this line gone from the traced steps; what is done instead takes some of"
         sure += " it."
         title = "A line of the script does more than it must"
