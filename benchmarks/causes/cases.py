@@ -173,6 +173,19 @@ CASES: tuple[Case, ...] = (
     Case("leaf_disease", "pytorch-lightning 189", ("step_python", "host_bound"), ("steps that are shown", "every k")),
     Case("sprite_gan", "SiD-LSG 4", ("periodic_work", "validation_share"), ("once", "keep")),
     Case("animal_tracks", "ExTrack 5", ("slow_start",), ("group",)),
+    # From here on, a sixth time, likewise.
+    Case("utterances", "wetts 216", ("input_wait",), ("filter", "first", "before")),
+    Case("kitchen_clips", "mteb 4747", ("input_wait", "needless_workers"), ("clone", "copy", "num_workers=0")),
+    Case("lander_dqn", "AgileRL 541", ("host_bound", "step_python"), ("one operation", "at once", "searchsorted")),
+    Case("grid_load", "gluonts 2052", ("input_wait",), ("once", "cache")),
+    Case("translate", "apex 294", ("unfused_loss", "costly_line"), ("label_smoothing", "cross_entropy")),
+    Case("heartbeats", "pytorch/pytorch 21462", ("costly_line", "needless_products"), ("fft",)),
+    Case("citations", "dgl 1202", ("one_hot_input", "needless_products"), ("mbedding", "weight itself")),
+    Case("gene_codes", "pytorch/pytorch 23475", ("costly_line", "host_bound", "step_python"), ("vmap", "at once")),
+    Case("binding", "RecBole 654", ("costly_line", "host_bound"), ("weight_decay",)),
+    Case("text_lines", "espnet 1547", ("step_python", "host_bound"), ("steps that are shown", "every k")),
+    Case("flower_vae", "SiD-LSG 4", ("periodic_work", "validation_share"), ("once", "keep")),
+    Case("book_ratings", "Annif 525", ("slow_start",), ("dictionary",)),
 )
 
 # Scripts in which no mistake is known. The first line of a report should promise none of them 1.15 × or more that is
@@ -191,4 +204,7 @@ HEALTHY: tuple[str, ...] = (
     "healthy_bakery",
     "healthy_reviews",
     "healthy_tiles",
+    "parking_boxes",
+    "kidney_volumes",
+    "solubility",
 )

@@ -28,7 +28,7 @@ class Idiom:
     "function (file)". `doing`: where such a line stands. `first`: the line is needless work, so that its remedy comes
     before more workers; else it is work that somebody has to do. `last`: what the line calls says more than its source.
     `around`: as `frames`, but whatever is called within it. `unless`: as `frames`, of what the line must not call.
-    `loops`: it is one of a loop whose turns could be done at once.
+    `loops`: it is one of a loop whose turns could be done at once. `beside`: the lines around it are part of it.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Idiom:
     around: str = ""
     unless: str = ""
     loops: bool = False
+    beside: bool = False
 
 
 _PYTORCH = "https://docs.pytorch.org/docs/stable/"
@@ -160,6 +161,15 @@ IDIOMS: tuple[Idiom, ...] = (
         source=r"(\b\w+)[\w.]*\[\s*\1[\w.]*(\[[\"'][^\]]*\]|\.\w+)\s*(==|\.eq\(|\.isin\()|\.query\(",
     ),
     Idiom(
+        "dates_made",
+        "makes dates, and what is computed of them, anew for every sample",
+        "compute it once for the whole table, in `__init__`, and take each sample's rows of that",
+        "https://pandas.pydata.org/docs/user_guide/timeseries.html#time-date-components",
+        DATA,
+        source=r"\b(date|period|timedelta)_range\(|\b(Datetime|Period)Index\(|\.dt\.\w+",
+        frames=r"pandas[/\\]core[/\\](arrays|indexes)[/\\](datetime|period|timedelta|accessors)",
+    ),
+    Idiom(
         "table_sliced",
         "takes rows or slices out of a DataFrame, one after the other",
         "make an array of the columns once (`frame[columns].to_numpy()`), and index that; windows of it are"
@@ -175,6 +185,14 @@ IDIOMS: tuple[Idiom, ...] = (
         "https://pandas.pydata.org/docs/user_guide/enhancingperf.html",
         DATA,
         source=r"\.(iloc|loc|iat|at)\[|\.(iterrows|itertuples)\(",
+        frames=r"pandas[/\\]core[/\\](indexing|frame|series|generic|internals)",
+    ),
+    Idiom(
+        "pandas_by_sample",
+        "computes with pandas for every sample",
+        "compute it once for the whole table, in `__init__`, and take each sample's part of that as an array",
+        "https://pandas.pydata.org/docs/user_guide/enhancingperf.html",
+        DATA,
         frames=r"pandas[/\\]core[/\\]",
     ),
     Idiom(
@@ -420,9 +438,10 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "drawn_with_weights",
         "draws by weights from all samples, one at a time",
-        "draw the indices of an epoch at once: `torch.multinomial`, or `WeightedRandomSampler`",
+        "draw many at once: `rng.choice(n, size=k, p=p)`, `torch.multinomial`, or in a loader `WeightedRandomSampler`;"
+        " of weights that change, by a sum tree",
         _PYTORCH + "data.html#torch.utils.data.WeightedRandomSampler",
-        DATA,
+        (*DATA, "rest"),
         source=r"\brandom\.choices\(|\brandom\.choice\(.*\bp=|\.choice\(.*\bp=",
         frames=r"choices \(.*random\.py",
     ),
@@ -934,6 +953,39 @@ IDIOMS: tuple[Idiom, ...] = (
         "https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html",
         LOOP,
         source=r"\bin .*\bautograd\.grad\(|\.split\(1\)",
+    ),
+    Idiom(
+        "jacobian_by_rows",
+        "computes a Jacobian with a backward pass for each of its rows",
+        "all rows at once: `torch.autograd.grad(y, x, rows, is_grads_batched=True)`, or"
+        " `torch.func.vmap(torch.func.jacrev(f))(x)`; of one linear layer and its activation, the closed form of the"
+        " weight and the derivative",
+        _PYTORCH + "generated/torch.func.jacrev.html",
+        LOOP,
+        source=r"\bautograd\.grad\(\(?[\w.]+\[",
+        beside=True,
+    ),
+    Idiom(
+        "penalty_of_weights",
+        "adds the squares of the weights to the loss, and computes gradients of that",
+        "`weight_decay=` of the optimizer (twice the factor of the sum of squares): the same gradient with `SGD` and"
+        " `Adam`, without a graph; `AdamW` decouples it",
+        _PYTORCH + "generated/torch.optim.SGD.html",
+        ("forward", "rest"),
+        source=r"^(?!.*\.grad\b)(?=.*(\bfor \w+ in .*parameters\(|(\b\w+) (\+=|= \2 \+) )).*"
+        r"(\bnorm\((p|w|params?|parameters?|weights?)\b|\b(p|w|params?|parameters?|weights?)\.(norm|pow|square)\(|"
+        r"\b(p|w|params?|parameters?|weights?) ?\*\* ?2)",
+        beside=True,
+    ),
+    Idiom(
+        "smoothed_targets",
+        "writes out targets for all classes to smooth them",
+        "`torch.nn.functional.cross_entropy(logits, target, label_smoothing=0.1)`, which needs the classes' numbers"
+        " alone (`ignore_index=` for padding); it differs by a constant",
+        _PYTORCH + "generated/torch.nn.functional.cross_entropy.html",
+        ("forward", "rest"),
+        source=r"\.scatter_\(.*(confidence|smooth|\beps|1(\.0)? - )|\bfull_like\(.*smooth|\.fill_\(.*smooth",
+        beside=True,
     ),
     Idiom(
         "diagonal_covariance",

@@ -14,7 +14,7 @@ def watch():
     """Keep the spread of what every layer gives."""
 
     def keep(name):
-        def hook(module, inputs, output):  # noqa: ARG001
+        def hook(module, inputs, output):
             spreads[name] = output.detach().std()  # the cause
 
         return hook

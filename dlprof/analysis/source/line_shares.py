@@ -288,6 +288,7 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
     # Of two lines that take about as long, the one whose own text says what it does is known better.
     hot = mine[mine["samples"] >= _ABOUT * mine["samples"].max()].sort_values("samples", ascending=False)
     top = min(hot.to_dict("records"), key=lambda row: not _says(row["text"], row["idiom"]))
+    top = _calling(mine, top)
     place = Place(str(top["file"]), int(top["line"]), str(top["function"]), share=float(top["samples"] / of))
     name = str(top["idiom"])
     if name in ("", idioms.LOOPS) and top["function"] != "<module>":
@@ -300,6 +301,25 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
     callers = tuple(Place(file, line, caller) for caller, file, line in top["callers"])
     share = float(near["samples"].sum() / of)
     return CostlyLine(place, callers, share, str(top["text"]), idioms.BY_NAME.get(name))
+
+
+def _calling(lines: pd.DataFrame, top: dict[str, Any]) -> dict[str, Any]:
+    """Return the line that calls the one seen most, with what was seen below it, where most is below that line.
+
+    A function may do one thing in many lines, or in several functions, of which none takes much: what they are, by what
+    they call in libraries, is then what the line that calls them all is.
+    """
+    if not top["callers"] or not top["idiom"] or _says(top["text"], top["idiom"]):
+        return top
+    function, file, line = top["callers"][0]
+    below = lines[[bool(way) and way[0] == top["callers"][0] for way in lines["callers"]]]
+    itself = lines[(lines["file"] == file) & (lines["line"] == line)]
+    samples = int(below["samples"].sum())
+    if samples < 2 * top["samples"] or below.loc[below["idiom"] == top["idiom"], "samples"].sum() < samples / 2:
+        return top
+    text, callers = (itself.iloc[0]["text"], itself.iloc[0]["callers"]) if len(itself) else ("", top["callers"][1:])
+    here = {"function": function, "file": file, "line": line, "text": text, "callers": callers}
+    return {**top, **here, "samples": samples + int(itself["samples"].sum())}
 
 
 # The share of the samples of the line seen most from which another one takes about as long.

@@ -21,7 +21,9 @@ from dlprof.record.calls import Place
 
 # Of a product, at most this share is used where it is kept; and so many kinds are.
 _LITTLE = 0.5
-_MOST_FLOWS = 16
+_MOST_FLOWS = 20
+# Rows of so many values and more, of which no larger share is not zero, need no product; so many of them are looked at.
+_SPARSE, _WIDE, _LOOKED_AT = 0.02, 256, 64
 # Of operators without products, what moves less is not kept.
 _LEAST_BYTES = 1 << 16
 
@@ -322,8 +324,12 @@ class Flows:
     def _multiplied(self, call: Call, tensors: list[Any], args: Any) -> None:
         """Keep a product with a weight that was made of factors, or of one-hot rows; a convolution after enlarging."""
         rows = args[call.operator in _WITH_SUM]
-        if call.operator in _PRODUCTS and _storage(rows) in self._one_hot:
-            self._keep("one_hot", call)
+        if call.operator in _PRODUCTS:
+            if _storage(rows) in self._one_hot:
+                self._keep("one_hot", call)
+            elif not rows.requires_grad and _storage(rows) not in self._made and (share := _not_zero(rows)) <= _SPARSE:
+                ones = share * rows.shape[-1] <= 1
+                self._keep("one_hot_given" if ones else "sparse", call, share)
         made = [self._weights.get(_storage(t)) for t in tensors]
         if not all(made):
             weight, t = next(
@@ -393,6 +399,14 @@ def _is_low(product: Call, weight: Any) -> bool:
     rank = int(product.shape.split(" ")[0].split("x")[-1])
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
     return bool(2 * rank * (rows + columns) < rows * columns)
+
+
+def _not_zero(rows: Any) -> float:
+    """Return the largest share of a row that is not zero, of some of the rows; 1 where they are few or narrow."""
+    if not rows.is_contiguous() or rows.dim() < 2 or rows.shape[-1] < _WIDE or len(rows) < _WIDE:
+        return 1.0
+    some = rows.flatten(0, -2)[:: max(rows.numel() // rows.shape[-1] // _LOOKED_AT, 1)]
+    return float((some != 0).sum(-1).max().item()) / rows.shape[-1]
 
 
 def _is_whole(tensor: Any) -> bool:

@@ -28,6 +28,7 @@ WORKER += ";_worker_loop (/v/lib/python3.11/site-packages/torch/utils/data/_util
 MADE = f"{WORKER};fetch (/v/lib/python3.11/site-packages/torch/utils/data/_utils/fetch.py:52)"
 ROW, ZIP = "__getitem__ (/w/data.py:5)", "__getitem__ (/w/data.py:9)"
 PANDAS = "_getitem_axis (/v/lib/python3.11/site-packages/pandas/core/indexing.py:1750)"
+DAYS = "day (/w/data.py:{});DatetimeIndex.day (/v/lib/python3.11/site-packages/pandas/core/indexes/datetimes.py:9)"
 SET = "__getitem__ (/v/lib/python3.11/site-packages/torch/utils/data/dataset.py:208)"
 EMA = "follow (/w/train.py:{})"
 SOURCE = [
@@ -53,6 +54,15 @@ def recorded(folder: Path, stacks: dict[str, int], lines: list[list[object]] = S
         # A loop of several lines is known by any of them that has a quarter of it.
         ({f"{LOOP};{EMA.format(20)}": 30, f"{LOOP};{EMA.format(21)}": 70}, "rest", 21, "average_of_weights", 0.7),
         ({f"{LOOP};{EMA.format(20)}": 10, f"{LOOP};{EMA.format(21)}": 90}, "rest", 21, "", 0.9),
+        # Several lines that one calls are what they all call in a library, and it is that one.
+        ({f"{MADE};{ROW};{DAYS.format(n)}": 10 for n in range(20, 24)}, "worker", 5, "dates_made", 1.0),
+        (
+            {f"{MADE};{ROW};{DAYS.format(20)}": 30, f"{MADE};{ROW};{DAYS.format(21)}": 10},
+            "worker",
+            20,
+            "dates_made",
+            0.75,
+        ),
         # Few say enough where they are alike.
         ({f"{MADE};{ZIP}": 8}, "worker", 9, "zip_opened", 1.0),
         # Too few, or none in particular.

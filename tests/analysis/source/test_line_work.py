@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import Any
 
+import pandas as pd
 import pytest
 
+from dlprof.analysis.compute.rules import costly_line
 from dlprof.analysis.source.line_work import _shares
 from tests.fixtures.jobs import COMPILES_NOTHING, launch, wrapped
 
@@ -73,6 +76,34 @@ def test_it_is_named_as_needless_with_what_a_product_would_save_at_most(said: An
     assert "torch.cdist" in found["changes"][0]["text"]
     assert found["where"][0]["function"] == "distances"
     assert found["saving_ns"] > 0.4 * said["window"]["step_ns"]
+
+
+JACOBIAN = "(row,) = torch.autograd.grad(y[:, n].sum(), x, create_graph=True)"
+
+
+@pytest.mark.parametrize(
+    ("beside", "function", "line", "places", "took"),
+    [
+        (JACOBIAN, "penalty", 9, [9, 10], 75.0),  # what is done with each row is part of it
+        (JACOBIAN, "penalty", 6, [], 0.0),  # too far away
+        (JACOBIAN, "another", 9, [], 0.0),
+        ("mask = torch.tril(torch.ones(n, n))", "penalty", 9, [], 0.0),  # whose time is its own
+    ],
+)
+def test_a_line_is_known_by_one_beside_it_of_which_it_is_part(
+    beside: str, function: str, line: int, places: list[int], took: float
+) -> None:
+    at = {"rank": 0, "file": "/w/train.py", "phase": "", "of_ns": 100.0}
+    known = {"line": line, "function": function, "source": beside, "forward_ns": 5.0, "backward_ns": 0.0}
+    costly = {"line": 10, "function": "penalty", "source": "total = total + row.square().sum()"}
+    rows = [
+        at | costly | {"forward_ns": 30.0, "backward_ns": 40.0, "gain_ns": 70.0},
+        at | known | {"gain_ns": math.nan},
+    ]
+    found = costly_line._traced(pd.DataFrame(rows))
+    assert [(ns, [line.place.line, *(one.line for one in line.callers)]) for ns, _, line in found.values()] == (
+        [(took, places)] if places else []
+    )
 
 
 @pytest.mark.parametrize(

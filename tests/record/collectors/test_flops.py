@@ -187,6 +187,20 @@ dist.destroy_process_group()
         """,
         {"state": "counted", "why": "", "total": TOTAL, "flows": []},
     ),
+    # Of 3 x 8 values, 3 are there: 2 FLOPs for each and each of 4 columns.
+    **{
+        f"a product of a sparse matrix, {layout}": (
+            f"""
+            sparse = torch.eye(3, 8).to_sparse{layout}()
+            rows = torch.randn(8, 4)
+            for n in range(12):
+                train(*data[:8])
+                sparse @ rows
+            """,
+            {"state": "counted", "why": "", "total": TOTAL + 2 * 3 * 4},
+        )
+        for layout in ("_coo", "_csr")
+    },
     "a step that fails": (
         """
         left = []

@@ -69,15 +69,21 @@ def _traced(lines: Frame) -> _Found:
     """Return the line of each rank whose operators take most in the traced steps, of those that are known."""
     found: _Found = {}
     for row in lines[lines["gain_ns"] > 0].to_dict("records"):
-        known = idioms.known(str(row["source"]), (f"{row['function']} ()",), row["phase"] or "rest")
-        # What the stacks would have to tell, as whether a loop is one over elements, no source does.
-        if known is not None and known.first and not known.last and row["gain_ns"] > found.get(row["rank"], (0.0,))[0]:
-            near = _near(lines, row["rank"], Place(row["file"], row["line"], row["function"]))
-            ns = near["forward_ns"] + near["backward_ns"]
-            beside = float(ns[near["line"] != row["line"]].sum())
-            place = Place(row["file"], row["line"], row["function"])
-            line = CostlyLine(place, (), float(ns.sum()) / row["of_ns"], row["source"], known)
-            found[row["rank"]] = row["gain_ns"] + beside, "", line
+        rank, place = int(row["rank"]), Place(row["file"], row["line"], row["function"])
+        near = _near(lines, rank, place)
+        own = near["line"] == row["line"]
+        # A line may be known by one beside it, as what a loop does with the results of that.
+        for one in near.assign(other=~own).sort_values("other", kind="stable").to_dict("records"):
+            known = idioms.known(str(one["source"]), (f"{one['function']} ()",), one["phase"] or "rest")
+            # What the stacks would have to tell, as whether a loop is one over elements, no source does.
+            if known is not None and known.first and not known.last and (known.beside or not one["other"]):
+                ns = near["forward_ns"] + near["backward_ns"]
+                at = Place(one["file"], one["line"], one["function"])
+                also = (place,) if one["other"] else ()
+                line = CostlyLine(at, also, float(ns.sum()) / row["of_ns"], one["source"], known)
+                took = row["gain_ns"] + float(ns[~own].sum())
+                found[rank] = max(found.get(rank, (0.0, "", line)), (took, "", line), key=lambda of: of[0])
+                break
     return found
 
 
@@ -145,7 +151,7 @@ def explain(estimate: Estimate, mean_step_ns: float = needs(mean_step_ns)) -> Ex
         verdict=f"Up to {percent(took / mean_step_ns)} of each step goes to one line: {line.does}.",
         sure=sure,
         at_most=True,
-        where=(line.place,),
+        where=(line.place, *(() if phase else line.callers)),
     )
 
 

@@ -1,8 +1,9 @@
 """A product computes what is not used, or what another order of the same operators need not compute.
 
 Scores of all tokens, of which the loss counts a few (`ignore_index`), or an index picks them: the rest is computed for
-nothing, and a large vocabulary makes it the largest product of the step. One-hot rows that `scatter_` has written and
-a product multiplies: they only select rows of the other matrix (`one_hot_input` sees those of `one_hot`). A
+nothing, and a large vocabulary makes it the largest product of the step. One-hot rows that `scatter_` has written and a
+product multiplies: they only select rows of the other matrix (`one_hot_input` sees those of `one_hot`); so do one-hot
+rows that are given, as an identity matrix in the place of features, and rows of words that are nearly all zeros. A
 convolution over single pixels after an interpolation: it can be exchanged with that, and sees a part of the pixels. A
 weight that is put together from factors of low rank for each forward pass (LoRA): a product, a sum and a gradient of
 the weight's size. Rows that are then multiplied by zero, such as those of experts that a token was not routed to. What
@@ -72,11 +73,23 @@ _KINDS: Mapping[str, tuple[str, str]] = {
         "multiplies one-hot rows, which only selects rows of the other matrix",
         "`torch.nn.functional.embedding(index, weight)`, or `weight[index]`; to count them, `torch.bincount`",
     ),
+    "one_hot_given": (
+        "multiplies one-hot rows, as those of an identity matrix, which only selects rows of the other matrix",
+        "`torch.nn.functional.embedding(index, weight)`, or `weight[index]`; where each row has a number of its own,"
+        " the weight itself",
+    ),
+    "sparse": (
+        "multiplies rows of which {} at most is not zero",
+        "`torch.nn.functional.embedding_bag` of the places that are not zero (`per_sample_weights` for their values),"
+        " or `torch.sparse.mm` of the rows as `to_sparse_csr()`, made once",
+    ),
     "upsampled": (
         "convolves single pixels of what was made larger before",
         "convolve first, and interpolate the result, which has fewer channels: both can be exchanged",
     ),
 }
+# By how much longer a value takes in an operator that gathers it than in a product of matrices.
+_GATHERED = 10.0
 _SOFTMAX = ("aten::_log_softmax", "aten::nll_loss")
 _COLUMNS = {
     "line": "line",
@@ -129,6 +142,10 @@ def _row(flow: Mapping[str, Any], operators: pd.DataFrame, moved: Mapping[str, f
     elif kind == "one_hot":  # no gradient is made of the rows
         gone, used = ns * min(passes, 2), float("nan")
         gone += float(operators.loc[operators["operator"] == "aten::scatter_", "ns"].sum())
+    elif kind in ("one_hot_given", "sparse"):
+        # What is gathered takes some times as long a value as what a product multiplies.
+        gone = ns * min(passes, 2) * max(1 - _GATHERED * used, 0.0)
+        used = used if kind == "sparse" else float("nan")
     else:
         enlarges = operators["operator"].str.startswith(str(factors[0]))
         gone = float(operators.loc[enlarges, "ns"].sum()) * (1 - used) + passes * ns * (1 - 1 / float(flow["times"]))
