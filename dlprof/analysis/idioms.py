@@ -636,6 +636,14 @@ IDIOMS: tuple[Idiom, ...] = (
         frames=r"__iter__ \(torch[/\\]utils[/\\]data[/\\](sampler|distributed)\.py",
     ),
     Idiom(
+        "made_then_filtered",
+        "makes samples of which a filter behind it then drops some",
+        "filter first, where what decides is known before (a length in the list of files, a label), and make only what"
+        " is kept; else make it once, before training",
+        "https://docs.python.org/3/howto/functional.html#generators",
+        DATA,
+    ),
+    Idiom(
         "drawn_by_numpy",
         "draws random numbers for every sample",
         "draw them for the batch, on the device",
@@ -1039,6 +1047,9 @@ IDIOMS: tuple[Idiom, ...] = (
 
 # What a line is called that is in a loop within the making of a sample, or within a step, and is not known otherwise.
 LOOPS = "loops_in_python"
+
+# What a line is called whose samples a filter then drops, as the statements around it say.
+FILTERED = "made_then_filtered"
 
 
 @cache

@@ -50,6 +50,7 @@ from dlprof.analysis.input.loader import (
 )
 from dlprof.analysis.machine.samples import sample_means
 from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
+from dlprof.analysis.source.statements import Trees, filtered_after, statements
 from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part
 from dlprof.analysis.step.savings import own_time, saving_input
 from dlprof.analysis.timeline.stalls import pauses_in_fetch
@@ -469,6 +470,7 @@ def faster_loader(
     costly_lines: Maybe[Frame] = maybe(costly_lines),
     pauses_in_fetch: Maybe[Frame] = maybe(pauses_in_fetch),
     kept_samples: Maybe[KeptSamples] = maybe(kept_samples),
+    statements: Trees = needs(statements),
     job: Job = needs(JOB),
 ) -> FasterLoader:
     """Predict the saving of more workers or of cheaper batches, whichever is better; the whole wait if not known.
@@ -480,6 +482,11 @@ def faster_loader(
     if input_cost_ns < NOTABLE_SHARE * mean_step_ns:
         return FasterLoader(input_cost_ns)
     line = costliest(costly_lines, starving.rank, "worker" if starving.workers else "fetch")
+    if line is not None and line.callers:
+        # The steps of a chain of generators: the one that asks for what this line makes may drop it.
+        after = filtered_after(statements, line.place.function, line.callers[0].function)
+        if after:
+            line = replace(line, callers=after[:1], idiom=idioms.BY_NAME[idioms.FILTERED])
     plan = None if recorded is None else planned(recorded, own_time, fetch_gains, wait)
     if recorded is None or plan is None:
         return FasterLoader(input_cost_ns, line=line)

@@ -69,6 +69,37 @@ def causal_masks(trees: Trees, file: str, line: int) -> tuple[Place, ...]:
     return tuple(Place(where, node.lineno, what=ast.unparse(node)) for where, node in made[:_MOST])
 
 
+def filtered_after(trees: Trees, function: str, by: str) -> tuple[Place, ...]:
+    """Return where what `function` makes is given to the generator `by`, if that hands on only some of what it gets."""
+    if not any(_filters(node) for tree in trees.values() for node in ast.walk(tree) if _name(node) == by):
+        return ()
+    given = [(file, call) for file, call in _calls(trees) if _name(call.func) == by]
+    made = [
+        (file, call)
+        for file, call in given
+        if any(isinstance(n, ast.Call) and _name(n.func) == function for one in _given(call) for n in ast.walk(one))
+    ]
+    return tuple(Place(file, call.lineno, what=ast.unparse(call)) for file, call in made[:_MOST])
+
+
+def _filters(node: ast.AST) -> bool:
+    """Return whether this is a generator that yields what it loops over, as it is and under a condition."""
+    for loop in (one for one in ast.walk(node) if isinstance(one, ast.For)):
+        kept = _name(loop.target)
+        whole = [one for one in loop.body if _yields(one, kept)]
+        tests = [one for one in loop.body if isinstance(one, ast.If) and not one.orelse]
+        if any(_yields(one, kept) for test in tests for one in test.body):
+            return True
+        if whole and any(isinstance(one, ast.Continue) for test in tests for one in test.body):
+            return True
+    return False
+
+
+def _yields(node: ast.stmt, name: str) -> bool:
+    made = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(made, ast.Yield) and made.value is not None and bool(name) and _name(made.value) == name
+
+
 # Names of types, of what makes a tensor of an array, and of the libraries that make arrays.
 _WIDE, _NARROW = ("double", "float64"), ("float", "float16", "float32", "bfloat16", "half")
 _OF_ARRAYS = ("as_tensor", "from_numpy", "tensor")
@@ -162,5 +193,7 @@ def _calls(trees: Trees) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _name(node: ast.AST) -> str:
-    """Return the last name of an expression: "tril" of `torch.tril`; "": it has none."""
+    """Return the last name of an expression, or that of a function: "tril" of `torch.tril`; "": it has none."""
+    if isinstance(node, ast.FunctionDef):
+        return node.name
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -406,7 +406,7 @@ def _not_zero(rows: Any) -> float:
     if not rows.is_contiguous() or rows.dim() < 2 or rows.shape[-1] < _WIDE or len(rows) < _WIDE:
         return 1.0
     some = rows.flatten(0, -2)[:: max(rows.numel() // rows.shape[-1] // _LOOKED_AT, 1)]
-    return float((some != 0).sum(-1).max().item()) / rows.shape[-1]
+    return float((some != 0).sum(-1).max().item()) / int(rows.shape[-1])
 
 
 def _is_whole(tensor: Any) -> bool:

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from dlprof.analysis.source.statements import causal_masks, switched_on
+from dlprof.analysis.source.statements import causal_masks, filtered_after, switched_on
 
 CALLS = """
 def forward(q, k, v, mask):
@@ -80,3 +80,54 @@ def test_only_what_the_line_is_given_counts() -> None:
 def test_the_lines_that_switch_a_setting_on(line: str, on: bool) -> None:
     found = switched_on({"a.py": ast.parse(line)}, "use_deterministic_algorithms", "deterministic")
     assert [(place.file, place.line, place.what) for place in found] == ([("a.py", 1, line)] if on else [])
+
+
+MADE = """
+def features(rows):
+    for row in rows:
+        yield {**row, "": spectrum(row)}
+"""
+KEEPS = """
+def short(rows):
+    for row in rows:
+        if len(row) < 9:
+            yield row
+"""
+SKIPS = """
+def short(rows):
+    for row in rows:
+        if len(row) > 9:
+            continue
+        yield row
+"""
+CHANGES = """
+def short(rows):
+    for row in rows:
+        if len(row) > 9:
+            row = row[:9]
+        yield row
+"""
+BATCHES = """
+def short(rows):
+    kept = []
+    for row in rows:
+        kept.append(row)
+        if len(kept) == 9:
+            yield kept
+            kept = []
+"""
+
+
+@pytest.mark.parametrize(
+    ("generator", "chain", "line"),
+    [
+        (KEEPS, "rows = short(features(rows))", 1),
+        (SKIPS, "rows = short(shuffled(features(rows)))", 1),
+        (KEEPS, "rows = features(short(rows))", 0),  # it filters first
+        (CHANGES, "rows = short(features(rows))", 0),  # it hands on all
+        (BATCHES, "rows = short(features(rows))", 0),
+    ],
+)
+def test_what_is_made_before_a_filter_is_known_by_the_chain(generator: str, chain: str, line: int) -> None:
+    found = filtered_after({"a.py": ast.parse(chain + MADE + generator)}, "features", "short")
+    assert [place.line for place in found] == [line] * bool(line)

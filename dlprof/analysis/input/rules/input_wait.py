@@ -42,7 +42,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule
 from dlprof.analysis.host.stacks import hottest, hottest_own
-from dlprof.analysis.idioms import LOOPS
+from dlprof.analysis.idioms import FILTERED, LOOPS
 from dlprof.analysis.input.fetch_replay import COLLATING, PINNING, SAMPLES
 from dlprof.analysis.input.input_waits import (
     MADE_HERE,
@@ -63,7 +63,7 @@ from dlprof.analysis.step.breakdown import breakdown, part_least, part_noise
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.timeline.steps import step_series
 from dlprof.errors import DoesNotApply
-from dlprof.result import Change, Forecast, Panel, change
+from dlprof.result import Change, Forecast, Panel, Place, change
 from dlprof.units import count, duration, percent, ranks_named, size
 
 MOST_BARS = 60
@@ -317,7 +317,7 @@ def explain(
         sure=_sure(job, faster_loader) + assumed,
         verdict=_verdict(estimate, starving, faster_loader) if _is_about_it(faster_loader) else "",
         at_most=not faster_loader.workers_help,
-        where=(faster_loader.line.place,) if faster_loader.line is not None and _is_about_it(faster_loader) else (),
+        where=_where(faster_loader.line) if faster_loader.line is not None and _is_about_it(faster_loader) else (),
     )
 
 
@@ -338,6 +338,12 @@ def _verdict(estimate: Estimate, starving: Starving, faster: FasterLoader) -> st
     does = "the same samples are made again in every epoch" if again else faster.line.does if faster.line else ""
     waits = f"{percent((estimate.lost_ns or 0.0) / starving.step_ns)} of each step waits for data"
     return f"{waits}: {does}." if does else ""
+
+
+def _where(line: CostlyLine) -> tuple[Place, ...]:
+    """Return the line to change; of a chain of generators also the one that puts it together."""
+    chained = line.idiom is not None and line.idiom.name == FILTERED
+    return (line.place, *line.callers[:1]) if chained else (line.place,)
 
 
 def _line(line: CostlyLine | None) -> str:
