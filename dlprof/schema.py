@@ -179,6 +179,9 @@ LOADING = Table(
     read_bytes="int64",  # all bytes read: from files, from the page cache and through pipes
     tensors="int64",  # in the batch
     tensor_bytes="int64",  # size of these tensors
+    # Of a fetch: size of the storages that these tensors are parts of, and that shared memory does not hold yet. The
+    # worker copies each whole.
+    copied_bytes="int64",
     # Of a sample of this batch that is watched, where count is 1: its index, the length of its data set, a digest of
     # its content, and its size.
     sample="int64",

@@ -236,6 +236,9 @@ _MOST_PARTS = 1_000
 # Of each loader's batches, the first few are looked at, and then one of so many.
 _FIRST, _EVERY = 4, 32
 
+# So many bytes more than a batch holds are worth a look at each: a copy of a megabyte takes ten times as long.
+_MUCH = 1 << 20
+
 # Of a batch that was not looked at.
 UNSEEN = (-1, -1)
 
@@ -346,24 +349,33 @@ def tensors_in(part: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str,
 
 
 class BatchSize:
-    """Looks at some of a loader's batches."""
+    """Looks at some of a loader's batches; at each, while much more would be copied of them than they hold."""
 
     def __init__(self) -> None:
-        self._last = UNSEEN
+        self._last = (*UNSEEN, -1)
         self._seen = 0
 
-    def see(self, batch: Any) -> tuple[int, int]:
-        """Look at a batch, if it is its turn; return the tensors and bytes of the last that was looked at."""
+    def see(self, batch: Any) -> tuple[int, int, int]:
+        """Look at a batch, if it is its turn; return what the last that was looked at has: tensors, their bytes, and
+        the bytes of memory that a worker copies to send them.
+
+        Sending copies the whole storage that a tensor is a part of, unless shared memory holds it: each storage once,
+        and thereafter never again.
+        """
         self._seen += 1
-        if self._seen <= _FIRST or self._seen % _EVERY == 0:
-            self._last = size_of(batch)
+        _, held, copied = self._last
+        if self._seen <= _FIRST or self._seen % _EVERY == 0 or copied > held + _MUCH:
+            storages: dict[int, int] = {}
+            tensors, held = size_of(batch, storages)
+            self._last = tensors, held, -1 if tensors < 0 else sum(storages.values())
         return self._last
 
 
-def size_of(batch: Any) -> tuple[int, int]:
+def size_of(batch: Any, storages: dict[int, int] | None = None) -> tuple[int, int]:
     """Return how many tensors a batch has, and their bytes, in lists, tuples, dicts and attributes of objects.
 
-    (−1, −1): it has too many parts to tell. No code of the script's is called.
+    (−1, −1): it has too many parts to tell. No code of the script's is called. `storages` gets the bytes of those on
+    the host that shared memory does not hold.
     """
     torch: Any = sys.modules["torch"]
     tensor = torch.Tensor
@@ -376,6 +388,8 @@ def size_of(batch: Any) -> tuple[int, int]:
         if kind is tensor:
             tensors += 1
             size += part.nelement() * part.element_size() if part.layout is torch.strided else 0
+            if storages is not None:
+                _add_storage(part, storages)
         elif issubclass(kind, tensor):  # its methods may be the script's
             tensors += 1
         elif issubclass(kind, (list, tuple)):
@@ -388,6 +402,16 @@ def size_of(batch: Any) -> tuple[int, int]:
             inside = _attributes(part)
             parts.extend(inside.values() if type(inside) is dict else ())
     return UNSEEN
+
+
+def _add_storage(tensor: Any, storages: dict[int, int]) -> None:
+    try:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "cpu" and not storage.is_shared():
+            # Of two that begin at one address, as of `from_numpy` of one array, each is copied.
+            storages[storage._cdata] = storage.nbytes()
+    except (AttributeError, RuntimeError):  # of another layout, which has none
+        pass
 
 
 def _attributes(part: Any) -> Any:

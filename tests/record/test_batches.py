@@ -238,7 +238,32 @@ def test_attributes_are_looked_at_and_not_asked_for() -> None:
 def test_the_first_batches_are_looked_at_and_then_few() -> None:
     batches = BatchSize()
     seen = [batches.see(torch.zeros(n)) for n in range(1, 65)]
-    assert sorted(set(seen)) == [(1, 4 * n) for n in (1, 2, 3, 4, 32, 64)]
+    assert sorted(set(seen)) == [(1, 4 * n, 4 * n) for n in (1, 2, 3, 4, 32, 64)]
+
+
+LARGE = torch.zeros(1_000_000)
+SHARED = torch.zeros(1_000_000).share_memory_()
+
+
+@pytest.mark.parametrize(
+    ("batch", "copied"),
+    [
+        ([LARGE[:10], LARGE[20:30]], 4_000_000),
+        ([torch.from_numpy(LARGE.numpy())[:10] for _ in range(2)], 8_000_000),  # each has a storage of its own
+        ([torch.from_numpy(LARGE.numpy()[:10])], 40),
+        ([LARGE[:10].clone()], 40),
+        ([SHARED[:10]], 0),
+        ([torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()], 0),
+    ],
+)
+def test_a_part_of_a_tensor_is_sent_with_all_of_its_storage(batch: list[torch.Tensor], copied: int) -> None:
+    assert BatchSize().see(batch)[2] == copied
+
+
+def test_each_batch_is_looked_at_while_much_more_is_copied_than_it_holds() -> None:
+    batches = BatchSize()
+    seen = [batches.see([(LARGE if n < 8 else SHARED)[:10]])[2] for n in range(16)]
+    assert seen == [4_000_000] * 8 + [0] * 8
 
 
 def padded(*lengths: int, to: int = 40, left: bool = False) -> tuple[Any, Any]:

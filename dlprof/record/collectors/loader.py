@@ -38,6 +38,9 @@ _UNKNOWN = (-1, -1, -1)
 _UNUSED = (-1, -1, -1, -1)
 _UNFETCHED = (-1, -1, -1, -1, -1, *UNWATCHED)
 
+# The tensors of a batch, their bytes, and what sending them copies, if it was not looked at.
+_UNSIZED = (*UNSEEN, -1)
+
 # The kernel's counters of a fetch, if they were not read.
 _UNREAD = (-1, -1, -1, -1)
 
@@ -133,7 +136,7 @@ class Loader:
                 if self._before is not _UNREAD and self._counters is not None:
                     used = used_between(self._before, self._counters.all())
                     self._before = _UNREAD
-            of_fetch = (fetches.collate_ns, *used, *fetches.size, *fetches.digest)
+            of_fetch = (fetches.collate_ns, *used, *fetches.size[:2], *fetches.digest)
             self._batches.append((over, step, began_ns, took_ns, self._queue, of_fetch))
             fetches.collate_ns, fetches.digest = 0, UNWATCHED
             if len(self._batches) >= _MOST_ROWS:
@@ -246,7 +249,7 @@ class Fetches:
         self.off = False
         self.busy = False  # this worker is fetching; loaders that its data set uses are not timed
         self.collate_ns = 0  # of the current batch
-        self.size = UNSEEN  # of the batch of this loader that was last measured
+        self.size = _UNSIZED  # of the batch of this loader that was last measured
         self.digest: Digest = UNWATCHED  # of a sample of the current batch
         self._digests = SampleDigests()
         self._asked: tuple[Any, Any] = None, None  # the data set of the current batch, and the indices
@@ -270,7 +273,7 @@ class Fetches:
         """Reset in a forked child, which may be a worker."""
         self.log.forget()
         self.busy = False
-        self.size, self.digest = UNSEEN, UNWATCHED
+        self.size, self.digest = _UNSIZED, UNWATCHED
         self._digests = SampleDigests()
         self._counters = None
         if not self.off:
@@ -415,13 +418,13 @@ _BATCH = '{"kind":"%s","loader":%s,"start_ns":%s,"step":%s,"count":%s,"dur_ns":%
 _QUEUE = ',"worker":%s,"empty":%s,"ready":%s,"outstanding":%s'
 _FETCH = (
     '{"worker":%s,"pid":%s,"start_ns":%s,"count":%s,"dur_ns":%s,"collate_ns":%s,"cpu_ns":%s,"delay_ns":%s,'
-    '"stored_bytes":%s,"read_bytes":%s,"tensors":%s,"tensor_bytes":%s'
+    '"stored_bytes":%s,"read_bytes":%s,"tensors":%s,"tensor_bytes":%s,"copied_bytes":%s'
 )
 _SAMPLE = ',"sample":%s,"of_samples":%s,"digest":%s,"sample_bytes":%s'
 
 
 def _fetch_line(row: Row) -> str:
-    return f"{_FETCH % row[:12]}{_sample(row[3], row[12:])}}}\n"
+    return f"{_FETCH % row[:13]}{_sample(row[3], row[13:])}}}\n"
 
 
 def _sample(count: Any, digest: Row) -> str:
