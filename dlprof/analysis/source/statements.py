@@ -1,4 +1,5 @@
-"""What the script's files say by their syntax: which settings are on, where float64 comes in, whether a mask is causal.
+"""What the script's files say by their syntax: which settings are on, where float64 comes in, whether a mask is causal,
+where a data set takes a part of a tensor.
 
 Files are read as the recording keeps them (kept.py): names are known, the text of strings is not.
 """
@@ -138,6 +139,72 @@ def _by_default(tree: ast.Module) -> Iterator[ast.Call]:
             of_library = _name(one.func) == "to_numpy" or _owner(one) in _LIBRARIES
             if of_library and not any(_name(n) in _NARROW for n in _given(one)):
                 yield one
+
+
+# Methods that make a sample or a batch, those that give a part of a tensor, those that copy it, and what passes on what
+# it is given, as classes do.
+_OF_SAMPLES = ("__getitem__", "__getitems__", "__iter__")
+_PARTS = ("chunk", "narrow", "select", "split", "tensor_split", "unbind", "unfold")
+_COPIES, _PASSES = ("clone", "copy", "item", "tolist"), ("dict", "list", "tuple")
+
+
+def parts_taken(trees: Trees, dataset: str, collate: str = "") -> tuple[Place, ...]:
+    """Return where the data set of a class takes slices, or other parts that are no copies, for what it returns.
+
+    Those for what is returned come first. `collate`: the name of a function that collates, which is looked at next.
+    Where none is known, the place of the `__getitem__` that stands for it; () where the files do not hold the class.
+    """
+    made, whole = [], []
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name == dataset:
+                made += [(file, f"{dataset}.{one.name}", one) for one in _functions(node) if one.name in _OF_SAMPLES]
+        whole += [(file, one.name, one) for one in _functions(tree) if one.name == collate]
+    for functions in (made, whole):
+        found = [
+            (not returned, Place(file, line, name, what=text))
+            for file, name, function in functions
+            for line, text, returned in _taken(function)
+        ]
+        if found:
+            return tuple(place for _, place in sorted(found, key=lambda one: one[0]))[:_MOST]
+    return tuple(Place(file, one.lineno, name) for file, name, one in made[:1])
+
+
+def _functions(tree: ast.Module | ast.ClassDef) -> list[ast.FunctionDef]:
+    return [one for one in tree.body if isinstance(one, ast.FunctionDef)]
+
+
+def _taken(function: ast.FunctionDef) -> Iterator[tuple[int, str, bool]]:
+    """Yield the lines of a function that take a part, their text, and whether the part is returned or yielded."""
+    nodes = list(ast.walk(function))
+    ends = [one for one in nodes if isinstance(one, (ast.Return, ast.Yield)) and one.value is not None]
+    names = {_name(part) for one in ends for part in ast.walk(one)} - {"", "self"}
+    for node in nodes:
+        if not isinstance(node, (ast.Assign, ast.Return, ast.Expr)) or not any(_takes(node.value)):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        returned = not targets or any(_name(part) in names for target in targets for part in ast.walk(target))
+        yield node.lineno, ast.unparse(node), returned
+
+
+def _takes(value: ast.AST | None) -> Iterator[bool]:
+    """Yield True for each place where an expression takes a part of something, and hands on no copy of it."""
+    inside = list(ast.iter_child_nodes(value)) if value is not None else []
+    if isinstance(value, ast.Call):
+        name = _name(value.func)
+        if name in _COPIES:
+            return
+        yield from [True] * (isinstance(value.func, ast.Attribute) and name in _PARTS)
+        inside = inside if name in _PASSES or name[:1].isupper() else [value.func]
+    if isinstance(value, ast.Subscript) and any(isinstance(one, ast.Slice) for one in _indices(value)):
+        yield True
+    for part in inside:
+        yield from _takes(part)
+
+
+def _indices(node: ast.Subscript) -> list[ast.expr]:
+    return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
 
 
 def _given(call: ast.Call) -> list[ast.expr]:

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from dlprof.analysis.source.statements import causal_masks, filtered_after, switched_on
+from dlprof.analysis.source.statements import causal_masks, filtered_after, parts_taken, switched_on
 
 CALLS = """
 def forward(q, k, v, mask):
@@ -131,3 +131,43 @@ def short(rows):
 def test_what_is_made_before_a_filter_is_known_by_the_chain(generator: str, chain: str, line: int) -> None:
     found = filtered_after({"a.py": ast.parse(chain + MADE + generator)}, "features", "short")
     assert [place.line for place in found] == [line] * bool(line)
+
+
+CLIPS = """
+class Clips(Dataset):
+    def __init__(self):
+        self.rest = frames[1:]
+    def __getitem__(self, index):
+        first, last = self.spans[index]
+        {}
+        {}
+        return clip, label
+class Others(Dataset):
+    def __getitem__(self, index):
+        return frames[1:]
+def collate(items):
+    return [one[:last] for one in items]
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (("label = 0", "clip = frames[first:last]"), [8]),
+        (("name = names[1:]", "clip = torch.from_numpy(frames)[:, first:last].permute(1, 0)"), [8, 7]),
+        (("label = labels[first:last]", "clip = frames.narrow(0, first, last)"), [7, 8]),
+        # No parts, or copies of them: the collate function is next.
+        (("label = self.labels[index]", "clip = torch.stack([one[1:] for one in frames])"), [14]),
+        (("label = 0", "clip = frames[first:last].clone()"), [14]),
+        (("label = 0", "clip = decode(self.paths[first:last])"), [14]),
+    ],
+)
+def test_parts_that_a_data_set_takes(lines: tuple[str, str], found: list[int]) -> None:
+    trees = {"train.py": ast.parse(CLIPS.format(*lines))}
+    assert [place.line for place in parts_taken(trees, "Clips", "collate")] == found
+
+
+def test_a_data_set_without_parts_is_named_by_its_method() -> None:
+    trees = {"train.py": ast.parse(CLIPS.format("label = 0", "clip = frames.view(2, 3)"))}
+    assert [(place.line, place.function) for place in parts_taken(trees, "Clips")] == [(5, "Clips.__getitem__")]
+    assert parts_taken(trees, "Subset", "default_collate") == ()
