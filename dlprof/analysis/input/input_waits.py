@@ -50,13 +50,14 @@ from dlprof.analysis.input.loader import (
 )
 from dlprof.analysis.machine.samples import sample_means
 from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
-from dlprof.analysis.source.statements import Trees, filtered_after, statements
+from dlprof.analysis.source.statements import Trees, filtered_after, parts_taken, statements
 from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part
 from dlprof.analysis.step.savings import own_time, saving_input
 from dlprof.analysis.timeline.stalls import pauses_in_fetch
 from dlprof.analysis.timeline.steps import mean_step_ns, step_means, step_series
 from dlprof.errors import DoesNotApply, NotMeasured
-from dlprof.units import digits, duration, percent
+from dlprof.result import Place
+from dlprof.units import digits, duration, percent, size
 
 # From here on a wait is worth a change: XProf's input pipeline analyzer and the TensorBoard plugin say 5 %.
 NOTABLE_SHARE = 0.05
@@ -702,3 +703,108 @@ def fewer_workers(
     return FewerWorkers(
         rank, (now, *fewer), chosen, least, {r: max(a.step_ns - b.step_ns, 0.0) for r, a, _, b in found}
     )
+
+
+# Storages of at least so many times a batch's bytes, and so many more bytes, are worth a copy of the part that is used.
+_TIMES_AS_MUCH, _MORE_BYTES = 4, 1_000_000
+
+
+@dataclass(frozen=True)
+class CopiedStorages:
+    """A rank whose workers send parts of larger storages, each of which they copy whole, and what less copying saves.
+
+    `gain_ns`: of the mean step; `least_ns`: where workers cost training as little as the recording allows. `of_cores`:
+    the gain is training's on a CPU, which has the cores then, and most of what it would have without workers; else it
+    is of the wait for data alone.
+    """
+
+    rank: int
+    held_bytes: float  # of a batch's tensors
+    copied_bytes: float  # of their storages
+    gain_ns: float
+    least_ns: float
+    of_cores: bool
+    parts: tuple[Place, ...]  # where the data set takes them, if that is known
+
+    @property
+    def remedy(self) -> str:
+        """What to change."""
+        carried = f"a batch of {size(self.held_bytes)} carries {size(self.copied_bytes)} of storages from its worker"
+        takes = "`.clone()` what a sample takes out of a larger tensor"
+        return f"{takes} (in `__getitem__`), or stack in the collate function: {carried}"
+
+    @property
+    def found(self) -> str:
+        """What was found, as a sentence."""
+        return (
+            f"To send a batch of {size(self.held_bytes)}, a worker copies {size(self.copied_bytes)}: the whole storages"
+            " that its tensors are parts of."
+        )
+
+
+@across_ranks
+def copied_storages(
+    fetch_series: Frame = needs(fetch_series),
+    loader_means: Frame = needs(loader_means),
+    input_cost_ns: float = needs(input_cost_ns),
+    loop_times: Maybe[AllLoopTimes] = maybe(loop_times),
+    fewer_workers: Maybe[FewerWorkers] = maybe(fewer_workers),
+    statements: Trees = needs(statements),
+    job: Job = needs(JOB),
+) -> CopiedStorages:
+    """Return the rank that gains least without such copies, as all wait for it: its batches then copy what they hold.
+
+    On a CPU the recorded batches are replayed without what they compute to copy more. Elsewhere, and where they do not
+    explain the step, the loop waits less by the time of that copying at most. Raises NotMeasured where batches were not
+    looked at, DoesNotApply where no workers, or not all ranks', copy more, or it takes less than half of what workers
+    cost otherwise.
+    """
+    looked_at = fetch_series[(fetch_series["worker"] >= 0) & (fetch_series["copied_bytes"] >= 0)]
+    if not len(looked_at):
+        raise NotMeasured("what workers copy to send a batch was not recorded")
+    found = []
+    for rank in job.ranks:
+        mine, loader = _of(looked_at, rank), settings.training_loader(job, rank)
+        held, copied = float(mine["tensor_bytes"].mean()), float(mine["copied_bytes"].mean())
+        if not copied >= max(_TIMES_AS_MUCH * held, held + _MORE_BYTES):
+            raise DoesNotApply("workers copy no more than batches hold to send them")
+        extra = _copying_ns(mine, held, copied)
+        if (fewer := fewer_workers.or_none()) is not None:
+            gain, least = _without_copying(loop_times.get(), rank, extra)
+            if gain <= 0 or gain < LARGER_PART * fewer.gain_ns:
+                raise DoesNotApply("workers cost more than they copy")
+        else:
+            each = extra * float(_of(loader_means, rank)["step_batches"].iloc[0])
+            gain = least = min(each / max(int(loader.get("num_workers") or 1), 1), input_cost_ns)
+        parts = parts_taken(statements, str(loader.get("dataset")), (loader.get("collate") or {}).get("name") or "")
+        found.append(CopiedStorages(rank, held, copied, gain, max(least, 0.0), fewer is not None, parts))
+    return min(found, key=lambda one: one.gain_ns)
+
+
+def _copying_ns(fetches: pd.DataFrame, held: float, copied: float) -> float:
+    """Return what a worker computes to copy more of a batch than it holds: by the bytes, between what is known.
+
+    It is no more than all that the worker computes, and no less than its share of what no fetch can have computed.
+    """
+    usual = (
+        handover_cost(0.0, copied - held, np.nan).usual.sending_ns - handover_cost(0.0, 0.0, np.nan).usual.sending_ns
+    )
+    cpu, took = (float(fetches[name].mean()) for name in ("cpu_ns", "dur_ns"))
+    if not (fetches["cpu_ns"] >= 0).all():
+        return usual
+    return min(max(usual, (cpu - took) * (1 - held / copied)), cpu)
+
+
+def _without_copying(loop_times: AllLoopTimes, rank: int, extra_ns: float) -> tuple[float, float]:
+    """Return what a rank's step on a CPU gains if each batch costs its worker less; and where workers cost least."""
+    now, recorded = trusted(loop_times, rank), loop_times.of(rank)
+    corrected, steps = correction(loop_times, rank, now), []
+    for times in (recorded, recorded.where_workers_cost_least):
+        cpu = np.maximum(times.fetch_cpu - extra_ns, 0.0)
+        others = max(times.others_cpu - extra_ns, 0.0)
+        # What the replay does not explain was waiting for the copies, or for cores and memory that they used.
+        excess = times.excess[0] if np.isnan(times.excess_alone) else times.excess_alone
+        changed = replace(times, fetch_cpu=cpu, others_cpu=others, excess=(excess, times.excess[1]))
+        then = replayed(changed, times.workers)
+        steps.append(corrected(replace(then, workers=0)).step_ns)
+    return corrected(now).step_ns - steps[0], corrected(now).step_ns - steps[1]

@@ -251,13 +251,13 @@ def fetch_series(
 ) -> pd.DataFrame:
     """Return the last fetches of the loaders that steps take batches from, in order: dur_ns, collate_ns, cpu_ns,
     delay_ns, loader (its place among these; 0 without workers), worker and gap_ns; and the batch's tensors (their
-    number) and tensor_bytes.
+    number), tensor_bytes and copied_bytes.
 
     −1: not known. gap_ns, the same in all rows, is the time in a busy worker from the end of one fetch to the start of
     the next. Raises NotMeasured where none was recorded.
     """
     kept = _steady_fetches(fetches, loading, loader_numbers, light_steps, rank)
-    series = kept[[*_TIMES, "tensors", "tensor_bytes"]].div(kept["count"], axis=0)
+    series = kept[[*_TIMES, "tensors", "tensor_bytes", "copied_bytes"]].div(kept["count"], axis=0)
     begun = loading[loading["kind"] == "start"]
     of = {
         pid: place

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.analysis.engine import Maybe
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.input.fetch_replay import Forecast
 from dlprof.analysis.input.input_waits import FewerWorkers
@@ -26,7 +27,7 @@ from tests.fixtures.asking import ask
 from tests.fixtures.claims import Make, add_facts, case, claims, edit, lines, rewrite
 from tests.fixtures.exchanges import held_up as late
 from tests.fixtures.exchanges import meeting
-from tests.fixtures.loaders import fetched, held_up, loaded, needless, ready, waiting
+from tests.fixtures.loaders import copying, fetched, held_up, loaded, needless, ready, waiting
 from tests.fixtures.runs import MS, light
 
 WAIT, NEEDLESS = input_wait.RULE, needless_workers.RULE
@@ -38,6 +39,9 @@ SLOW, RESTART = slow_worker_batches.RULE, worker_restart.RULE
 # One core: training computes 20 ms of each 100, in 30 of them, and the worker all the others.
 CROWDED = {"fetch": 100, "cpu": 80, "workers": 1, "own": 30, "cores": 1}
 CROWDS = {"loop": 10, "worker": 20, "computing": 20}
+
+# A worker makes a batch in 2 ms and computes for 62, which is to send it; training takes 20 ms of a step of 60.
+SENDS = {"fetch": 60, "cpu": 62, "workers": 1, "dataset": "Clips"}
 
 
 def traced(*events: Any) -> Make:
@@ -90,6 +94,30 @@ def pinned(folder: Path) -> Path:
     path = runs.recorded(folder / "run", (traces.trace(*events, world_size=1), steps, facts))
     runs.loading(path, 0, step=50 * MS, wait=40 * MS, fetch=100 * MS, cpu=100 * MS, n=40, workers=4)
     edit(path, "loading.jsonl", lambda _, row: row | ({"pin_ns": 49 * MS} if row["kind"] == "usage" else {}))
+    return path
+
+
+def carrying(folder: Path, every: int = 1) -> Path:
+    """Record the same job as `needless`, whose workers compute for 10 ms more to copy 12 MB for one of a batch."""
+    path = needless(folder)
+    copying(copied=12, every=every)(path)
+    edit(path, "fetches.jsonl", lambda _, row: row | {"cpu_ns": 14 * MS})
+    return path
+
+
+def sending(folder: Path, every: int = 1) -> Path:
+    """Record such a job, whose batches are copied with 60 MB for one that they hold."""
+    path = loaded(copying(every=every), **SENDS)(folder)
+    edit(path, "fetches.jsonl", lambda _, row: row | {"dur_ns": 2 * MS, "collate_ns": 0})
+    return path
+
+
+def sending_to_a_device(folder: Path) -> Path:
+    """Record the same beside a device, as `pinned`: each of four workers computes for 160 ms to send a batch."""
+    path = pinned(folder)
+    add_facts(path, loaders=[{"role": "train", "num_workers": 4, "pin_memory": False, "prefetch_factor": 2}])
+    copying(copied=150)(path)
+    edit(path, "fetches.jsonl", lambda _, row: row | {"dur_ns": 2 * MS, "cpu_ns": 160 * MS})
     return path
 
 
@@ -242,6 +270,16 @@ CASES = [
                "One thread pins all batches, and takes 50.0 ms for each.")),
     case("cheaper without workers", NEEDLESS, needless, saving=pytest.approx(6.2, rel=0.05),
          sets=[("num_workers", 3, 0)], column=["0 (proposed)", "1", "2", "3 (is)"]),
+    case("whole storages are copied", NEEDLESS, carrying, saving=pytest.approx(6, rel=0.3), at_most=False,
+         says=("`.clone()` what a sample takes out", "of storages from its worker", "num_workers=0")),
+    case("whole storages that are shared after the first time", NEEDLESS, partial(carrying, every=40), at_most=False,
+         says="cost more than they save", sets=[("num_workers", 3, 0)]),
+    case("waiting for copies", WAIT, sending, saving=pytest.approx(40, rel=0.05), at_most=True,
+         says=("`.clone()` what a sample takes out", "of storages from its worker")),
+    case("of some batches", WAIT, partial(sending, every=20), at_most=True, saving=pytest.approx(40, rel=0.05),
+         says="`num_workers"),
+    case("waiting beside a device", WAIT, sending_to_a_device, saving=pytest.approx(38, rel=0.1), at_most=True,
+         says=("`.clone()` what a sample takes out", "more copying")),
     case("on cores that its process chose", NEEDLESS, bound_by_itself, state="not_measured",
          says="its process bound itself"),
     case("one change, one finding", WAIT, needless, state="clear"),
@@ -320,8 +358,8 @@ def test_what_costs_nothing_is_the_last_row(tmp_path: Path, collating: int, name
 
 def test_half_of_what_is_not_known_of_the_workers_cost_is_the_noise() -> None:
     now, none = Forecast(2, 24 * MS, 0.0), Forecast(0, 18 * MS, 0.0)
-    unbound = SimpleNamespace(facts={0: {}})
-    estimate = NEEDLESS.check(FewerWorkers(0, (now, none), none, 2.0 * MS, {0: 6.0 * MS}), unbound)
+    unbound, none_known = SimpleNamespace(facts={0: {}}), Maybe(lambda: None)
+    estimate = NEEDLESS.check(FewerWorkers(0, (now, none), none, 2.0 * MS, {0: 6.0 * MS}), none_known, unbound)
     assert (estimate.saving_ns, estimate.noise_ns) == (6 * MS, 2 * MS)
 
 

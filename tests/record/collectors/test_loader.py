@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from dlprof.analysis.input.input_waits import CopiedStorages, copied_storages
 from dlprof.analysis.timeline.steps import step_means
+from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures.in_process import run_recorded
 from tests.fixtures.jobs import COMPILES_NOTHING, facts, noted, record, rows
 from tests.fixtures.runs import measured
@@ -376,3 +378,50 @@ train(Mine(Slow(), 1, num_workers=1, sampler=[0] * 800), 1)
     pins = [row for row in rows(tmp_path / "run/ranks/00000", "loading") if row.get("pin_ns", -1) >= 0]
     assert len(pins) >= 4
     assert sum(row["pin_ns"] for row in pins) / sum(row["dur_ns"] for row in pins) == pytest.approx(share, rel=0.15)
+
+
+# Samples of 40 kB, as parts of 4 MB.
+PARTS = """
+import numpy as np
+class Parts(Dataset):
+    def __init__(self):
+        self.rows = np.zeros((100, 10_000), dtype=np.float32)
+        self.shared = torch.zeros(100, 10_000).share_memory_()
+    def __len__(self):
+        return 80
+    def __getitem__(self, i):
+        rows = torch.from_numpy(self.rows)
+        part = {}
+        return part
+def lists(samples):
+    return list(samples), 0
+def train(loader):
+    model = nn.Linear(10_000, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for _ in range(2):
+        for parts, _ in loader:
+            model(torch.cat(parts)).sum().backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("part", "workers", "copied"),
+    [("rows[i:i + 1]", 1, 16_000_000), ("rows[i:i + 1].clone()", 1, 160_000), ("self.shared[i:i + 1]", 1, 0),
+     ("rows[i:i + 1]", 0, None)],
+)  # fmt: skip
+def test_parts_of_storages(part: str, workers: int, copied: int | None, tmp_path: Path) -> None:
+    loader = f"train(DataLoader(Parts(), 4, num_workers={workers}, collate_fn=lists))"
+    run_recorded(tmp_path, HEAD + PARTS.replace("{}", part) + loader)
+    found = written(tmp_path / "run/ranks/00000", 0)
+    seen = {row.get("copied_bytes") for row in (found.fetches if workers else found.batches)}
+    assert seen == {copied}
+    measure = measured(tmp_path / "run", copied_storages)
+    if copied == 16_000_000:
+        told = measure.frame(copied_storages)
+        assert isinstance(told, CopiedStorages)
+        assert (told.held_bytes, told.copied_bytes) == (160_000, copied)
+    else:
+        with pytest.raises(DoesNotApply if workers else NotMeasured):
+            measure.frame(copied_storages)

@@ -24,6 +24,11 @@ where it is not known what that line does: a few samples are looked at each time
 same in every epoch, fit into half of the memory that is left, and take ten times as long as to copy them, to make them
 once is enough.
 
+A worker that sends a part of a larger tensor copies the whole storage that it is a part of (`dlprof explain
+needless_workers`, which tells of it on a CPU). Where a batch is copied with at least four times the bytes that it
+holds, and a megabyte more, and that takes at least half of the time that waiting costs, the saving is that of copying
+no more than it holds: a bound. To `.clone()` the part is then the first change.
+
 What to change, in this order: cure a line that does needless work for every sample, keep samples that are always the
 same, let worker processes load (`num_workers`, with `persistent_workers=True` where there were none), make a sample
 cheaper (decode smaller, cache what is decoded, store what is read together in one file), collate whole tensors, hand
@@ -45,12 +50,15 @@ from dlprof.analysis.host.stacks import hottest, hottest_own
 from dlprof.analysis.idioms import FILTERED, LOOPS
 from dlprof.analysis.input.fetch_replay import COLLATING, PINNING, SAMPLES
 from dlprof.analysis.input.input_waits import (
+    LARGER_PART,
     MADE_HERE,
     NOTABLE_SHARE,
     SAVES_FROM,
+    CopiedStorages,
     FasterLoader,
     Plan,
     Starving,
+    copied_storages,
     faster_loader,
     input_cost_ns,
     input_waits,
@@ -258,11 +266,18 @@ def check(
     starving: Starving = needs(starving),
     faster_loader: FasterLoader = needs(faster_loader),
     breakdown: Frame = needs(breakdown),
+    copied_storages: Maybe[CopiedStorages] = maybe(copied_storages),
     job: Job = needs(JOB),
 ) -> Estimate:
     if settings.loader_alone(job):
         raise DoesNotApply("the loader alone was run, and nothing that waits for it")
     saving, cost, step = faster_loader.saving_ns, input_cost_ns, starving.step_ns
+    copied = copied_storages.or_none()
+    if copied is not None and copied.gain_ns < LARGER_PART * saving:
+        copied = None
+    if copied is not None and copied.of_cores and cost >= NOTABLE_SHARE * step:
+        raise DoesNotApply("its workers copy whole storages, of which samples are parts: needless_workers tells of it")
+    saving = saving if copied is None else min(copied.gain_ns, cost)
     loses = "waits for the thread that pins batches" if faster_loader.part == PINNING else "waits for data"
     ready = input_waits["taken_ns"].max() / step
     if starving.others:
@@ -284,6 +299,7 @@ def check(
         within={"input_wait": min(saving, cost)},
         notable=LEAST_SHARE if cost >= NOTABLE_SHARE * step else None,
         loses=loses,
+        seen=copied,
     )
 
 
@@ -306,11 +322,25 @@ def explain(
         mean = duration(sum(victims.values()) / len(victims))
         held_up += f" {who} {mean} a step for rank {starving.culprit}, which waits for its loader."
     assumed = "" if len(job.ranks) < 2 or own_time["known"].all() else _ASSUMED
+    copied: CopiedStorages | None = estimate.seen
+    doing = "fetch" if starving.workers == 0 else "worker"
+    summary = (
+        f"Of a step of {duration(starving.step_ns)}, rank {rank} waits {duration(starving.wait_ns)} in next()"
+        f" of its loader with nothing else to do; {described(starving, loader_means, worker_means)}.{held_up}"
+    )
+    if copied is not None:
+        return Explanation(
+            title="Waiting for workers that copy whole storages",
+            summary=f"{summary} {copied.found}",
+            changes=(change(copied.remedy), *changes(starving, faster_loader)),
+            evidence=recorded_waits(step_series, rank),
+            sure="Estimated as waiting for no more copying than of what a batch holds: the most that it can give.",
+            at_most=True,
+            where=copied.parts,
+        )
     return Explanation(
         title=f"{_who_waits(starving.alike) if starving.others else 'The training loop waits'} for data",
-        summary=f"Of a step of {duration(starving.step_ns)}, rank {rank} waits {duration(starving.wait_ns)} in next()"
-        f" of its loader with nothing else to do; {described(starving, loader_means, worker_means)}.{held_up}"
-        f"{_line(faster_loader.line) or hottest_own(hottest, rank, 'fetch' if starving.workers == 0 else 'worker')}",
+        summary=summary + (_line(faster_loader.line) or hottest_own(hottest, rank, doing)),
         changes=tuple(changes(starving, faster_loader)),
         evidence=recorded_waits(step_series, rank) if plan is None else predicted_steps(starving, faster_loader, plan),
         forecasts=() if plan is None else forecasts_of(starving.step_ns, plan),
