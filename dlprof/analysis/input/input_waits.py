@@ -730,7 +730,7 @@ class CopiedStorages:
     def remedy(self) -> str:
         """What to change."""
         carried = f"a batch of {size(self.held_bytes)} carries {size(self.copied_bytes)} of storages from its worker"
-        takes = "`.clone()` what a sample takes out of a larger tensor"
+        takes = "copy what a sample takes out of a larger tensor with `.clone()`"
         return f"{takes} (in `__getitem__`), or stack in the collate function: {carried}"
 
     @property
