@@ -3,9 +3,10 @@
 Tensors are known by their storage, which views of them share. A product of which the forward pass reads only some rows
 has computed the others for nothing: scores of all tokens whose loss counts a few. A convolution over single pixels
 gives the same before its input was made larger. A weight that is put together from factors costs a product of its own
-size, and a gradient of that size, which the factors one after the other do not. Rows that are multiplied by zero need
-not be computed. The same operator of the same tensors gives the same: in this step again, or, where nothing that it is
-made of changes, in each step.
+size, and a gradient of that size, which the factors one after the other do not. On a CPU a convolution over many taps,
+or by a constant kernel of rank 1, may be cheaper in another form. Rows that are multiplied by zero need not be
+computed. The same operator of the same tensors gives the same: in this step again, or, where nothing that it is made of
+changes, in each step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _LITTLE = 0.5
 _MOST_FLOWS = 20
 # Rows of so many values and more, of which no larger share is not zero, need no product; so many of them are looked at.
 _SPARSE, _WIDE, _LOOKED_AT = 0.02, 256, 64
+# A kernel of so many taps is long; one of rank 1 is looked at from so many taps a line, and up to so many values.
+_LONG, _LINE, _MOST_VALUES = 64, 5, 1 << 14
 # Of operators without products, what moves less is not kept.
 _LEAST_BYTES = 1 << 16
 
@@ -339,6 +342,12 @@ class Flows:
                 self._keep(
                     "low_rank", call, factors=[weight.product.operator, weight.product.shape], moved=dict(weight.moved)
                 )
+        if call.operator == "aten::convolution" and not args[6] and args[1].device.type == "cpu":
+            taps = args[1].shape[2:]
+            if _LONG <= max(taps) == math.prod(taps):
+                self._keep("long_kernel", call)
+            elif _is_separable(args[1]):
+                self._keep("separable", call)
         if call.operator == "aten::convolution" and (larger := self._larger.get(_storage(args[0]))):
             weight, stride, transposed = args[1], args[3], args[6]
             if {*weight.shape[2:], *stride} == {1} and not transposed and weight.shape[0] < weight.shape[1]:
@@ -399,6 +408,22 @@ def _is_low(product: Call, weight: Any) -> bool:
     rank = int(product.shape.split(" ")[0].split("x")[-1])
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
     return bool(2 * rank * (rows + columns) < rows * columns)
+
+
+def _is_separable(weight: Any) -> bool:
+    """Return whether a convolution by this constant, of one channel each, is the same as one by lines."""
+    import torch
+
+    taps = weight.shape[2:]
+    if weight.requires_grad or weight.shape[1] != 1 or sum(k >= _LINE for k in taps) < 2:
+        return False
+    if weight.numel() > _MOST_VALUES or not weight.is_floating_point():
+        return False
+    values = weight.detach().double()[:, 0]
+    # Of each dimension's lines all are multiples of one: to what float32 keeps of them, or 16 bits.
+    close = 1e-5 if weight.dtype in (torch.float32, torch.float64) else 1e-2
+    lines = [values.movedim(n + 1, 1).flatten(2) for n in range(len(taps) - 1)]
+    return all(bool((torch.linalg.matrix_rank(one, rtol=close) == 1).all()) for one in lines)
 
 
 def _not_zero(rows: Any) -> float:

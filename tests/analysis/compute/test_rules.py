@@ -495,6 +495,38 @@ LARGER: dict[str, Any] = {
     "factors": ["aten::upsample_b", ""],
 }
 ENLARGED = [("aten::upsample_b", 4 * MS), ("aten::upsample_b_backward", 4 * MS), ("aten::convolution", 2 * MS)]
+
+
+def convolved(kind: str, shape: str, flops: float) -> dict[str, Any]:
+    """Return the counts of a step of a convolution, forward and backward, and of as large a layer."""
+    layer = "8x16x600 16x16x3"
+    sizes = {"aten::convolution": [shape, layer], "aten::convolution_backward": [f"1x1 {shape}", f"1x1 {layer}"]}
+    flow = followed(kind, operator="aten::convolution", shape=shape, flops=int(flops), calls=1)
+    count = {"dtype": "float32", "flops": int(flops), "bytes": 1, "calls": 1}
+    shapes = [{"operator": name, "shape": one, **count} for name, of in sizes.items() for one in of]
+    return flow | {"shapes": shapes}
+
+
+# Two calls each of a step: the long one, and one of a layer.
+CONVOLVED = [("aten::convolution", 8 * MS), ("aten::convolution", 2 * MS)]
+CONVOLVED += [("aten::convolution_backward", 16 * MS), ("aten::convolution_backward", 4 * MS)]
+LONG, BOX = "long_kernel", "separable"
+# By half as much as the operations say: of the box 27 of 729, of the FFT by what it takes at least.
+FORMS: dict[str, tuple[tuple[str, str, float], float, str]] = {
+    "a filter as long as its input": ((LONG, "8x16x1199 16x1x600", 92e6), 24 * 0.98, "torch.fft.irfft"),
+    "a filter over all channels": ((LONG, "8x4x8000 4x4x511", 1e9), 24 * 0.98, "511 taps"),
+    "a box of three dimensions": ((BOX, "10x1x20x20x20 1x1x9x9x9", 117e6), 24 * (1 - 13.5 / 729), "9 x 9 x 9 taps"),
+    "a window of three channels": ((BOX, "8x3x128x128 3x1x11x11", 95e6), 24 * (1 - 11 / 121), "another one of `k x 1`"),
+}
+# Where the other form was measured to be no faster, or nearly.
+AS_GOOD: dict[str, tuple[str, str, float]] = {
+    "64 channels with 63 taps": (LONG, "4x64x1000 64x64x63", 2.06e9),
+    "64 channels with 127 taps": (LONG, "4x64x1000 64x64x127", 4.16e9),
+    "a short signal": (LONG, "8x16x70 16x1x64", 0.11e6),
+    "a long stride": (LONG, "8x1x16000 514x1x512", 0.42e9 / 4),
+    "seven by seven of many channels": (BOX, "4x64x64x64 64x1x7x7", 51e6),
+    "an unknown shape": (LONG, "", 1e6),
+}
 NEEDLESS = {
     "rows that are not used": found(
         calls(HEAD, flops=followed("unused_rows")), 9 * MS, "25 % of the result is used", where=[("train.py", 7)]
@@ -531,6 +563,11 @@ NEEDLESS = {
     "what is enlarged first": found(
         calls(*ENLARGED, flops=followed("upsampled", **LARGER)), (6 + 4.5) * MS, "convolve first", sharp=0.02
     ),
+    **{
+        what: found(calls(*CONVOLVED, flops=convolved(*of), on_cpu=True), gone * MS, says, at_most=True, sharp=0.02)
+        for what, (of, gone, says) in FORMS.items()
+    },
+    **{what: clear(calls(*CONVOLVED, flops=convolved(*of), on_cpu=True)) for what, of in AS_GOOD.items()},
     "a kind of a later recorder": clear(calls(HEAD, flops=followed("something_else"))),
     "another product": clear(calls(HEAD, flops=followed("unused_rows", shape="1x1 1x1"))),
     "nothing": clear(calls(HEAD, flops=followed("unused_rows") | {"flows": []})),

@@ -155,3 +155,57 @@ def test_needless_products_are_found_and_no_others(tmp_path: Path) -> None:
         or name in ("twice_the_same_rows", "one_hot_integers", "rows_times_zero")
         for name, row in found.items()
     )
+
+
+# Likewise, of convolutions: kernels that are long, or the product of lines, and others.
+CONVOLUTIONS = """
+import torch
+from torch import nn
+from torch.nn.functional import conv1d, conv2d, conv3d, conv_transpose1d
+torch.set_num_threads(1)
+layer, taps = nn.Conv2d(16, 6, 7), nn.Parameter(torch.randn(1, 1, 96))
+trained, bell = nn.Parameter(torch.ones(16, 1, 5, 5)), torch.exp(-torch.linspace(-2, 2, 7) ** 2)
+optimizer = torch.optim.SGD([taps, trained, *layer.parameters()], 0.1)
+
+def many_taps(x): return conv1d(x.reshape(1, 1, -1), taps).mean()
+def many_taps_of_a_row(x): return conv2d(x.reshape(1, 1, 1, -1), taps[:, :, None]).mean()
+def a_box(x): return conv2d(x, torch.ones(16, 1, 5, 5), groups=16).mean()
+def a_bell(x): return conv3d(x[:, None], (bell[:, None] * bell * bell[:5, None, None])[None, None]).mean()
+
+def few_taps(x): return conv1d(x.reshape(1, 1, -1), taps[:, :, :31]).mean()
+def few_taps_of_a_row(x): return conv2d(x.reshape(1, 1, 1, -1), taps[:, :, None, :31]).mean()
+def transposed(x): return conv_transpose1d(x.reshape(1, 1, -1), taps).mean()
+def a_large_square(x): return conv2d(x.reshape(1, 1, 64, 32), taps[:, :, :64].reshape(1, 1, 8, 8)).mean()
+def a_triangle(x): return conv2d(x, torch.ones(16, 1, 5, 5).tril(), groups=16).mean()
+eye = torch.cat([torch.ones(15, 1, 5, 5), torch.eye(5)[None, None]])
+def one_that_is_no_box(x): return conv2d(x, eye, groups=16).mean()
+def a_small_box(x): return conv2d(x, torch.ones(16, 1, 3, 3), groups=16).mean()
+def a_line(x): return conv2d(x, torch.ones(16, 1, 1, 7), groups=16).mean()
+def nothing_at_all(x): return conv2d(x, torch.zeros(16, 1, 5, 5), groups=16).mean()
+def a_box_that_is_trained(x): return conv2d(x, trained, groups=16).mean()
+def a_box_of_all_channels(x): return conv2d(x, torch.ones(3, 16, 5, 5)).mean()
+def seven_by_seven(x): return layer(x).mean()
+
+cases = [f for name, f in list(globals().items()) if getattr(getattr(f, "__code__", None), "co_argcount", 0) == 1]
+for n in range(14):
+    x = torch.randn(2, 16, 8, 8, requires_grad=True)
+    optimizer.zero_grad()
+    sum(case(x + k) for k, case in enumerate(cases)).backward()
+    optimizer.step()
+"""
+
+
+def test_convolutions_that_another_form_may_be_cheaper_than_are_found_and_no_others(tmp_path: Path) -> None:
+    run_recorded(tmp_path, CONVOLUTIONS)
+    flops = facts(tmp_path / "run/ranks/00000")["flops"]
+    assert (flops["state"], flops["why"]) == ("counted", "")
+    text = (tmp_path / "train.py").read_text().splitlines()
+    found = {row["function"]: row for row in flops["flows"]}
+    assert {name: (row["kind"], row["shape"]) for name, row in found.items()} == {
+        "many_taps": ("long_kernel", "1x1x2048 1x1x96"),
+        "many_taps_of_a_row": ("long_kernel", "1x1x1x2048 1x1x1x96"),
+        "a_box": ("separable", "2x16x8x8 16x1x5x5"),
+        "a_bell": ("separable", "2x1x16x8x8 1x1x5x7x7"),
+    }
+    assert len(flops["flows"]) == 4
+    assert all(f"def {name}(" in text[row["line"] - 1] for name, row in found.items())

@@ -6,7 +6,8 @@ product multiplies: they only select rows of the other matrix (`one_hot_input` s
 rows that are given, as an identity matrix in the place of features, and rows of words that are nearly all zeros. A
 convolution over single pixels after an interpolation: it can be exchanged with that, and sees a part of the pixels. A
 weight that is put together from factors of low rank for each forward pass (LoRA): a product, a sum and a gradient of
-the weight's size. Rows that are then multiplied by zero, such as those of experts that a token was not routed to. What
+the weight's size. On a CPU a convolution over many taps, where that by FFT is faster, or by a constant kernel that is a
+product of lines. Rows that are then multiplied by zero, such as those of experts that a token was not routed to. What
 was computed before in the same step, of the same tensors; and what is the same in each step, as nothing that it is made
 of changes: features of a fixed picture, a mask, a table of positions.
 
@@ -14,7 +15,8 @@ Needs a step that was counted (`--flops`), in which results are followed to what
 
 Saving: the traced time of these products and of their gradients, by the share that is not needed; of scores in a loss
 also that of its softmax; of an interpolation its own by the channels that it need not enlarge. Of what is computed
-again, all that its line computes, by the bytes that an operator moves where it is no product.
+again, all that its line computes, by the bytes that an operator moves where it is no product. Of convolutions that have
+a cheaper form it is a bound: where shapes share the time of an operator, the longest calls are taken to be theirs.
 
 What to change: the order, which gives the same but for rounding.
 """
@@ -26,21 +28,24 @@ from typing import Any
 
 import pandas as pd
 
+from dlprof import schema
 from dlprof.analysis import settings
 from dlprof.analysis.chains.written_out import one_hots
+from dlprof.analysis.compute.convolutions import left_of, longest_calls, took
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
-from dlprof.analysis.compute.operators import operators
+from dlprof.analysis.compute.operators import operator_work, operators
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import breakdown, part, part_least, part_noise
-from dlprof.analysis.timeline.steps import mean_step_ns
+from dlprof.analysis.timeline.steps import Timing, mean_step_ns, timing
 from dlprof.errors import NotMeasured
 from dlprof.result import Place
 from dlprof.units import duration, percent
 
 # By kind: what the line does, and the remedy. Of "unused_rows" another one where a loss counts few of the rows.
 _IN_A_LOSS, _TIMES_ZERO = "in_a_loss", "times_zero"
+_LONG_KERNEL, _SEPARABLE = "long_kernel", "separable"
 _KINDS: Mapping[str, tuple[str, str]] = {
     "unused_rows": (
         "multiplies, and {} of the result is used",
@@ -83,11 +88,24 @@ _KINDS: Mapping[str, tuple[str, str]] = {
         "`torch.nn.functional.embedding_bag` of the places that are not zero (`per_sample_weights` for their values),"
         " or `torch.sparse.mm` of the rows as `to_sparse_csr()`, made once",
     ),
+    _LONG_KERNEL: (
+        "convolves directly with a kernel of {taps} taps",
+        "convolve by FFT: `torch.fft.irfft(torch.fft.rfft(x, n) * torch.fft.rfft(kernel, n), n)` with `n` at least the"
+        " sum of both lengths, of a kernel that is turned around (`kernel.flip(-1)`), summed over the input channels"
+        " between the two where there are several; or `torchaudio.functional.fftconvolve`",
+    ),
+    _SEPARABLE: (
+        "convolves with a constant kernel of {taps} taps that is a product of lines, as a box or a Gaussian is",
+        "convolve by one line after the other, as the kernel is separable: with one of `1 x k`, and the result with"
+        " another one of `k x 1`",
+    ),
     "upsampled": (
         "convolves single pixels of what was made larger before",
         "convolve first, and interpolate the result, which has fewer channels: both can be exchanged",
     ),
 }
+# Of a convolution, which another form of may be cheaper: what is saved is a bound.
+_FORMS = (_LONG_KERNEL, _SEPARABLE)
 # By how much longer a value takes in an operator that gathers it than in a product of matrices.
 _GATHERED = 10.0
 _SOFTMAX = ("aten::_log_softmax", "aten::nll_loss")
@@ -103,7 +121,13 @@ _COLUMNS = {
 
 
 @per_rank
-def needless_products(operators: Frame = needs(operators), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
+def needless_products(
+    operators: Frame = needs(operators),
+    operator_work: Frame = needs(operator_work),
+    spans: Frame = needs(schema.SPANS),
+    timing: Timing = needs(timing),
+    rank: RankFacts = needs(RANK),
+) -> pd.DataFrame:
     """Return the products of a traced step that need not be so large, a row for each line, operator and shape.
 
     kind (of `_KINDS`), file, line, function, source, operator, shape, calls, used (a share; NaN: all of it), gone_ns.
@@ -114,7 +138,10 @@ def needless_products(operators: Frame = needs(operators), rank: RankFacts = nee
         raise NotMeasured("no step was counted in which results are followed (--flops on)")
     passes = 3 if flops.get("backward") else 1
     moved = {str(one["operator"]): float(one["bytes"]) for one in flops.get("moved") or ()}
-    rows = [_row(one, operators, moved, passes) for one in flows if one.get("kind") in _KINDS]
+    rows = [_row(one, operators, moved, passes) for one in flows if one.get("kind") in {*_KINDS} - {*_FORMS}]
+    if forms := [one for one in flows if one.get("kind") in _FORMS]:
+        longest = longest_calls(operator_work, spans, len(timing.windows))
+        rows += [row for one in forms if (row := _convolution(one, operators, longest))["gone_ns"] > 0]
     names = ["kind", "file", "line", "function", *_COLUMNS]
     return pd.DataFrame(rows, columns=list(dict.fromkeys(names)))
 
@@ -151,6 +178,14 @@ def _row(flow: Mapping[str, Any], operators: pd.DataFrame, moved: Mapping[str, f
         gone = float(operators.loc[enlarges, "ns"].sum()) * (1 - used) + passes * ns * (1 - 1 / float(flow["times"]))
         used = float("nan")
     return {**flow, "kind": kind, "used": used, "gone_ns": gone}
+
+
+def _convolution(flow: Mapping[str, Any], operators: pd.DataFrame, longest: pd.Series[float]) -> dict[str, Any]:
+    """Return the row of a convolution that may have a cheaper form: nothing is gone where that is not faster."""
+    kind, shape, calls = str(flow["kind"]), str(flow["shape"]), int(flow["calls"])
+    ns = took(operators, shape, calls, longest)
+    gone = ns * max(1 - left_of(kind, shape, ns / calls, float(flow.get("flops") or 0.0) / calls), 0.0)
+    return {**flow, "used": float("nan"), "gone_ns": gone}
 
 
 def _moving(flow: Mapping[str, Any], operators: pd.DataFrame, moved: Mapping[str, float], calls: int) -> float:
@@ -205,7 +240,8 @@ def explain(
     mine = estimate.rows(estimate.seen).sort_values("gone_ns", ascending=False)
     first = mine.iloc[0]
     does = _KINDS[str(first["kind"])][0]
-    does = does.format(percent(float(first["used"])))
+    taps = " x ".join(str(first["shape"]).split(" ")[-1].split("x")[2:])
+    does = does.format(percent(float(first["used"])), taps=taps)
     place = Place(str(first["file"]), int(first["line"]), str(first["function"]), what=str(first["source"]))
     kinds = mine["kind"].drop_duplicates().tolist()
     return Explanation(
@@ -217,6 +253,7 @@ def explain(
         f" {first['function']} ({first['file']}:{first['line']}) {does}.",
         evidence=table(f"Products that need not be so large, a step of rank {estimate.worst}", mine, _COLUMNS),
         where=(place,),
+        at_most=str(first["kind"]) in _FORMS,
         sure="Estimated by what these products took in the traced steps; their gradients as long as they.",
     )
 
