@@ -7,7 +7,7 @@ import pytest
 from tests.fixtures.slurm import cluster, lacking
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Start a SLURM of two nodes; return the environment in which its commands find it."""
     if why := lacking():
