@@ -164,10 +164,11 @@ def test_no_saving_is_larger_than_what_the_step_has_of_it(result: Any, name: str
 @pytest.mark.parametrize(
     ("name", "headline"),
     [
-        ("v100_ns", "Computation takes 98 % of each step"),
-        (
+        pytest.param("v100_ns", "Computation takes 98 % of each step", marks=pytest.mark.slow),
+        pytest.param(
             "mi300_resnet",
             "62 % of each step is communication that nothing hides, or waiting for ranks that are not here.",
+            marks=pytest.mark.slow,
         ),
         ("queued_graph", "62 % of each step is device idle time with work queued"),
         (

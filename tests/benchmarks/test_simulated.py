@@ -103,8 +103,8 @@ def test_a_planted_fault_is_recorded_diagnosed_and_compared() -> None:
 
 
 @pytest.mark.long
-# `python -m benchmarks.simulated --healthy 1000` asks a thousand: three of them take 10 s.
-@settings(max_examples=3, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+# `python -m benchmarks.simulated --healthy 1000` asks a thousand.
+@settings(max_examples=1, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(10_000, 99_999))
 def test_random_healthy_jobs_keep_what_always_holds(seed: int) -> None:
     job, how, true = healthy.healthy(seed)
@@ -140,9 +140,8 @@ CAUTIOUS = ("float32",)
 
 # One fault of each kind; all others, each of some seconds, run before a release.
 ALWAYS = (
-    "activations_fill", "checkpoints", "float32", "foreach_optimizer", "garbage", "hot_gpu", "item_every_step",
-    "no_workers", "one_forward", "pageable", "recompiles", "small_batch", "slower_gpu", "tiny_kernels",
-    "unfused_attention", "waits_for_stream", "wide_average_loop",
+    "checkpoints", "float32", "foreach_optimizer", "garbage", "item_every_step", "no_workers", "pageable", "recompiles",
+    "tiny_kernels", "waits_for_stream",
 )  # fmt: skip
 
 

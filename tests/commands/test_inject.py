@@ -209,27 +209,19 @@ def test_it_is_refused_by_what_runs_there(line: str, tmp_path: Path, monkeypatch
         process.kill()
 
 
-def killed_often(folder: Path, times: int) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_job_survives_our_death_at_a_hundred_moments(tmp_path: Path) -> None:
     rng = random.Random(0)
-    with job(folder, "killed") as (launcher, ranks):
-        for n in range(times):
+    with job(tmp_path, "killed") as (launcher, ranks):
+        for n in range(100):
             command = [*DLPROF, "attach", "--inject", "--seconds", "1", "-o", f"run{n}", str(launcher)]
-            with spawned(command, cwd=folder, env=environment(), start_new_session=True) as one:
+            with spawned(command, cwd=tmp_path, env=environment(), start_new_session=True) as one:
                 time.sleep(rng.uniform(0, 5))
                 if one.poll() is None:
                     os.killpg(one.pid, signal.SIGKILL)
             assert all(Path(f"/proc/{rank}").exists() for rank in ranks)
-        assert list(folder.glob("run*/injected/*.json"))  # some were killed late enough for ranks to be entered
+        assert list(tmp_path.glob("run*/injected/*.json"))  # some were killed late enough for ranks to be entered
         # The ranks that were entered last may still wait for each other.
         time.sleep(joined.TOGETHER_S + 4)
-    unchanged(folder, "killed")
-
-
-def test_the_job_survives_our_death(tmp_path: Path) -> None:
-    killed_often(tmp_path, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_job_survives_our_death_at_a_hundred_moments(tmp_path: Path) -> None:
-    killed_often(tmp_path, 100)
+    unchanged(tmp_path, "killed")

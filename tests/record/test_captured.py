@@ -187,7 +187,7 @@ def captured(folder: Path, group: str, run: str = "", *options: str) -> tuple[Ca
     return {(step, name): (result, said) for step, name, result, said in lines}, done.stderr
 
 
-@pytest.fixture(scope="module", params=["captures", "others"])
+@pytest.fixture(scope="module", params=["captures", pytest.param("others", marks=pytest.mark.slow)])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp(request.param)
     plain, _ = captured(folder, request.param)

@@ -198,9 +198,8 @@ FAR = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "lock" else pytest.mark.slow) for kind in FAR]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAR)
 def test_ranks_of_two_hosts_are_told_in_one_sentence(kind: str, tmp_path: Path) -> None:
     # Namespaces, so that neither host sees the other's processes, nor has its name.
     host = ["unshare", "--uts", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child"]

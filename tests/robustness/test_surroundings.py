@@ -347,10 +347,15 @@ def frozen(processes: Sequence[psutil.Process]) -> Iterator[None]:
         group.rmdir()
 
 
-@pytest.mark.long
-def test_the_steps_in_which_a_job_is_suspended_are_in_no_figure(tmp_path: Path) -> None:
-    """Some 15 s: a suspension is one from 3.5 s on, and there are two, one after the other in one job."""
-    ways = [stopped] if next(freezers(), None) is None else [stopped, frozen]
+@pytest.mark.parametrize(
+    "ways",
+    [pytest.param([stopped], marks=pytest.mark.long), pytest.param([stopped, frozen], marks=pytest.mark.slow)],
+    ids=["stopped", "stopped and frozen"],
+)
+def test_the_steps_in_which_a_job_is_suspended_are_in_no_figure(ways: list[Any], tmp_path: Path) -> None:
+    """A suspension is one from 3.5 s on."""
+    if frozen in ways and next(freezers(), None) is None:
+        pytest.skip("no control group can be frozen here: it takes root and a writable /sys/fs/cgroup")
     (tmp_path / "ranks.py").write_text(COMPILES_NOTHING + SUSPENDED)
     command = [sys.executable, *TORCHRUN, str(tmp_path / "ranks.py")]
     process = in_its_own_group(wrapped(tmp_path / "run", command, "--no-trace"))
@@ -375,5 +380,3 @@ def test_the_steps_in_which_a_job_is_suspended_are_in_no_figure(tmp_path: Path) 
     parts = run.frame(whole_job).set_index("part")["ns"]
     assert (parts["suspended"] > len(ways) * STOPPED_S * 0.9e9).all()
     assert (parts["suspended"] < len(ways) * (STOPPED_S + 2) * 1e9).all()
-    if frozen not in ways:
-        pytest.skip("no control group can be frozen here: it takes root and a writable /sys/fs/cgroup")

@@ -62,8 +62,8 @@ slow = pytest.mark.slow
     ("name", "options", "ranks", "ratio"),
     [
         pytest.param("dlrm_like", "--steps=60", 2, 0.9, marks=slow),
-        ("fsdp_gpt", "--steps=40 --prefetch=1 --checkpointing", 2, 0.9),
-        ("moe_transformer", "--steps=40 --precision=bf16", 2, 0.9),
+        pytest.param("fsdp_gpt", "--steps=40 --prefetch=1 --checkpointing", 2, 0.9, marks=slow),
+        pytest.param("moe_transformer", "--steps=40 --precision=bf16", 2, 0.9, marks=slow),
         ("pipeline_transformer", "--steps=60", 2, 0.7),
         pytest.param("tensor_parallel_gpt", "--steps=40", 2, 0.9, marks=slow),
         pytest.param("amp_transformer", "--steps=20 --precision=bf16 --compile=eager", 2, 1.0, marks=slow),

@@ -273,6 +273,7 @@ MORE = (
     ("tied", "autocast"),
     ("tied", "checkpoints"),
     ("pictures", "half the batch"),
+    ("pictures", "four times the batch"),
 )
 
 
@@ -300,7 +301,7 @@ def test_layers_that_repeat_are_what_is_checkpointed_and_sharded() -> None:
     assert largest_unit(now().held, units(now().held)) == 4 * head  # what lies in no layer is a unit, too
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_rank_of_fsdp_holds_what_was_predicted() -> None:
     modules = units(now().held)
     then = fp.sharded(now(), 3, 2, largest_unit(now().held, modules))

@@ -171,11 +171,9 @@ def test_without_findings_there_is_nothing_to_try(tmp_path: Path) -> None:
     assert "nothing to try" in done.output
 
 
-# That SIGTERM is noted as SIGINT is: tests/trial/test_running.py.
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
-)
+# That SIGTERM is noted as SIGINT is: tests/trial/test_running.py. SIGINT ends the trials of `wrap --try` below, too.
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_interrupted_it_leaves_no_process_and_keeps_what_it_has(
     waits: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -224,7 +222,11 @@ def test_wrap_records_reports_and_tries_and_ends_as_the_script(tmp_path: Path) -
     assert output == "done\n"
     assert "input_wait" in said
     assert "to try" in said
-    assert kept(tmp_path / "run")["runs"] >= 1
+    found = kept(tmp_path / "run")
+    assert found["runs"] >= 1
+    assert found["state"] == "interrupted"
+    assert "interrupted" in said
+    assert not (tmp_path / "run/try").exists() or list((tmp_path / "run/try").iterdir()) == []
     # It knew the whole command, and recorded less of it.
     assert json.loads((tmp_path / "run/run.json").read_text())["command"][-2:] == ["--note", "…"]
     assert running(tmp_path) == []

@@ -110,10 +110,9 @@ BUBBLES += [("InterleavedZeroBubble", 4, 8, math.nan, 1.5 / 25.5), ("ZBVZeroBubb
 BUBBLES += [("DualPipeV", 4, 8, math.nan, 1 / 9)]
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "microbatches", "closed", "scheduled"),
-    [pytest.param(*one, marks=pytest.mark.long if one[1] == 2 else pytest.mark.slow) for one in BUBBLES],
-)
+# What a grid costs, and what is measured of it beside: tests/analysis/pipeline.
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "closed", "scheduled"), BUBBLES)
 def test_bubbles_of_known_size(
     tmp_path: Path, name: str, ranks: int, microbatches: int, closed: float, scheduled: float
 ) -> None:
