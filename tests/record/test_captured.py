@@ -236,6 +236,7 @@ def test_an_overridden_model_is_captured_as_the_script_has_it(both: Both) -> Non
 
 
 TRANSFORMED = """
+    import torch._dynamo  # with what vmap is made of
     from torch.func import functional_call, grad_and_value, vmap
     def loss(weights, x, y):
         return nn.functional.mse_loss(functional_call(model, weights, (x,)), y)
