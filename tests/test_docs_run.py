@@ -27,7 +27,7 @@ from click.testing import CliRunner
 from dlprof import commands
 from dlprof.cli import cli
 from tests.fixtures import dumps, exports, logged, traces
-from tests.fixtures.jobs import DLPROF, environment, launch, tiny
+from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, environment, launch, tiny
 from tests.fixtures.places import GOLDEN, ROOT
 
 PROGRAMS = r"(dlprof|python|make|pip|uvx?|srun|mpirun|torchrun|nsys|nvidia-smi|export) "
@@ -75,7 +75,7 @@ PYTHON = {
     "LightningCallback": "needs lightning: tests/frameworks/test_callbacks.py",
 }
 PRELUDE = """
-import dlprof, torch
+import dlprof
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = torch.utils.data.DataLoader(torch.randn(256, 8), batch_size=4)
@@ -264,7 +264,9 @@ def test_a_command_with_an_option_that_is_not_there_is_found(words: str) -> None
     ids=lambda block: block.id,
 )
 def test_python_runs(block: Block, place: Path) -> None:
-    code, printed = bash(shlex.join([sys.executable, "-c", "\n".join((PRELUDE, *block.lines))]), place)
+    code, printed = bash(
+        shlex.join([sys.executable, "-c", "\n".join((COMPILES_NOTHING, PRELUDE, *block.lines))]), place
+    )
     assert code == 0, printed
 
 

@@ -133,7 +133,7 @@ def test_every_fault_of_every_workload_is_planted_or_said_why_not() -> None:
     assert not planted & elsewhere
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_job_that_hangs_is_ended_with_what_left_its_group_and_ignores_signals(tmp_path: Path) -> None:
     body = f"""
 import os, signal, subprocess, sys, time

@@ -59,7 +59,7 @@ def judged(folder: Path) -> list[str]:
 
 
 def marked(archive: Path, name: str) -> Any:
-    """Return a recording as a parameter: the first of each kind, and every third of the advice's, are read in any check."""
+    """Return a recording as a parameter: the first of each kind, and every third advice, are always read."""
     kind = name.partition("-")[0]
     alike = [(a, n) for a in ARCHIVES for n in names(a) if n.partition("-")[0] == kind]
     first = alike.index((archive, name)) % (3 if kind == "advice" else len(alike)) == 0

@@ -40,7 +40,12 @@ def lines_in_turn(folder: Path, what: str, *runs: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "needs", sorted({case.needs for case in cases.CASES}), ids=lambda needs: "-".join(needs) or "torch"
+    "needs",
+    [
+        pytest.param(needs, marks=() if "pandas" in needs else pytest.mark.slow)
+        for needs in sorted({case.needs for case in cases.CASES})
+    ],
+    ids=lambda needs: "-".join(needs) or "torch",
 )
 def test_the_scripts_of_the_advice_train_as_they_are_and_fixed(tmp_path: Path, needs: tuple[str, ...]) -> None:
     for library in needs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
     yield from chromium(tmp_path_factory.mktemp("profile"))
 
 
+@cache
+def rendered(name: str) -> str:
+    """Return the page of a result that the fixtures have."""
+    return html.render(results.ALL[name]())
+
+
 @pytest.fixture
 def opened(browser: webdriver.Chrome, tmp_path: Path) -> Open:
     """Return a function that renders a result, opens it from disk in a theme and waits until its figures are drawn."""
@@ -29,8 +36,8 @@ def opened(browser: webdriver.Chrome, tmp_path: Path) -> Open:
 
     def opened(shown: str | Result, theme: str = "light") -> webdriver.Chrome:
         page = tmp_path / "report.html"
-        result = results.ALL[shown]() if isinstance(shown, str) else shown
-        page.write_text(html.render(result), encoding="utf-8", newline="\n")
+        text = rendered(shown) if isinstance(shown, str) else html.render(shown)
+        page.write_text(text, encoding="utf-8", newline="\n")
         features = [{"name": "prefers-color-scheme", "value": theme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         log(browser, "browser")

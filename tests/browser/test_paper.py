@@ -57,14 +57,14 @@ REPORTS = pytest.mark.parametrize(
     ("report", "most"),
     [
         pytest.param(results.training, 5, id="training"),
-        pytest.param(results.healthy, 3, id="healthy"),
-        pytest.param(results.died, 4, id="died"),
+        pytest.param(results.healthy, 3, id="healthy", marks=pytest.mark.slow),
+        pytest.param(results.died, 4, id="died", marks=pytest.mark.slow),
         pytest.param(deep, 5, id="deep"),
         pytest.param(
             recorded,
             4,
             id="recorded",
-            marks=(pytest.mark.long, pytest.mark.skipif(not RECORDED.is_dir(), reason="needs the reference traces")),
+            marks=(pytest.mark.slow, pytest.mark.skipif(not RECORDED.is_dir(), reason="needs the reference traces")),
         ),
     ],
 )
@@ -127,10 +127,11 @@ return [...outside, ...heads, ...repeated].map(e => e.outerHTML.slice(0, 120));
 
 
 @REPORTS
-def test_on_paper_no_text_lies_over_another(opened: Open, report: Any, most: int) -> None:
+def test_on_paper_no_text_lies_over_another(opened: Open, tmp_path: Path, report: Any, most: int) -> None:
     browser = opened(report())
-    pdf = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", A4)["data"])
-    assert 1 <= len(re.findall(rb"/Type /Page\b", pdf)) <= most
+    pdf = tmp_path / "report.pdf"
+    pdf.write_bytes(base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", A4)["data"]))
+    assert 1 <= len(re.findall(rb"/Type /Page\b", pdf.read_bytes())) <= most
     with screen(browser, BETWEEN_MARGINS, "print"):
         lines, found = browser.execute_script(OVERLAPS)
         assert (lines > 20, found) == (True, [])
@@ -139,18 +140,16 @@ def test_on_paper_no_text_lies_over_another(opened: Open, report: Any, most: int
         rise = "document.querySelector('#facts').style.marginTop = '-60px'"
         browser.execute_script(rise)
         assert browser.execute_script(OVERLAPS)[1]
+    if PDFTOTEXT is None:
+        pytest.skip("pdftotext (poppler-utils) is not installed")
+    check_sheets(pdf)
 
 
 WORD = re.compile(r'<word xMin="(\S+)" yMin="(\S+)" xMax="(\S+)" yMax="(\S+)">(.*?)</word>')
 
 
-@pytest.mark.skipif(not PDFTOTEXT, reason="pdftotext (poppler-utils) is not installed")
-@REPORTS
-def test_on_the_printed_sheets_each_word_has_a_place_of_its_own(
-    opened: Open, tmp_path: Path, report: Any, most: int
-) -> None:
-    pdf = tmp_path / "report.pdf"
-    pdf.write_bytes(base64.b64decode(opened(report()).execute_cdp_cmd("Page.printToPDF", A4)["data"]))
+def check_sheets(pdf: Path) -> None:
+    """Check that each word on the printed sheets has a place of its own."""
     told = subprocess.run([str(PDFTOTEXT), "-bbox", str(pdf), "-"], capture_output=True, text=True, check=True).stdout
     sheets = told.split("<page ")[1:]
     for sheet in sheets:
@@ -228,7 +227,12 @@ def shaded(browser: webdriver.Chrome, region: WebElement, side: str, at_end: boo
 
 
 @pytest.mark.parametrize(
-    ("name", "before"), [*((n, 1280) for n in ("training", "died", "healthy", "many", "tables")), ("training", 390)]
+    ("name", "before"),
+    [
+        ("tables", 1280),
+        ("training", 390),
+        *(pytest.param(n, 1280, marks=pytest.mark.slow) for n in ("training", "died", "healthy", "many")),
+    ],
 )
 def test_nothing_is_cut_on_a_narrow_screen_without_a_hint(opened: Open, name: str, before: int) -> None:
     """Neither where the page was loaded on it, nor where its window was made narrow."""

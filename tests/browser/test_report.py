@@ -32,7 +32,13 @@ def rgb(colour: str) -> str:
     return f"rgb({int(colour[1:3], 16)}, {int(colour[3:5], 16)}, {int(colour[5:], 16)})"
 
 
-@pytest.mark.parametrize(("name", "theme"), [*((name, "light") for name in results.ALL), ("ddp", "dark")])
+@pytest.mark.parametrize(
+    ("name", "theme"),
+    [
+        *(pytest.param(n, "light", marks=[pytest.mark.slow] * (n in ("healthy", "died"))) for n in results.ALL),
+        pytest.param("ddp", "dark", marks=pytest.mark.slow),
+    ],
+)
 def test_the_page_draws_every_figure_as_wide_as_the_window_without_complaint_or_request(
     opened: Open, name: str, theme: str
 ) -> None:
@@ -292,7 +298,9 @@ def test_the_pointer_tells_time_and_number_of_a_step(opened: Open) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed (make axe)")
-@pytest.mark.parametrize(("name", "theme"), [("ddp", "dark"), ("tables", "light"), ("many", "light")])
+@pytest.mark.parametrize(
+    ("name", "theme"), [("ddp", "dark"), ("tables", "light"), pytest.param("many", "light", marks=pytest.mark.slow)]
+)
 def test_axe_finds_no_serious_fault(opened: Open, name: str, theme: str) -> None:
     browser = opened(name, theme)
     browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")

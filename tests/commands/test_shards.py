@@ -116,6 +116,11 @@ def test_a_launcher_says_which_share(number: str, many: str, job: Path, monkeypa
     monkeypatch.setenv(number, "1")
     monkeypatch.setenv(many, "4")
     assert shard(job, "auto", "--quiet")[-1].startswith("shard 1/4: ")
+
+
+def test_a_share_that_is_named_comes_before_a_launchers(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     assert shard(job, "0/2", "--quiet")[-1].startswith("shard 0/2: ")
 
 
@@ -170,7 +175,7 @@ def test_a_killed_analysis_goes_on_where_it_was(words: list[str], tmp_path: Path
     """Only the remaining ranks are read: a rank that is read again has its file written again."""
     if "--dask" in words:
         pytest.importorskip("distributed", reason="needs the extra dask")
-    job, cache, ranks = tmp_path / "job", tmp_path / "cache", 14
+    job, cache, ranks = tmp_path / "job", tmp_path / "cache", 8
     for r in range(ranks):
         traces.write(job / f"rank{r}.json", traces.training(30, rank=r, world_size=ranks))
     command = [sys.executable, "-P", "-m", "dlprof", "report", str(job), *words, "--cache", str(cache)]

@@ -21,6 +21,7 @@ from dlprof.record.launch.folder import RunFolder, TakenError, opened
 from dlprof.record.launch.supervisor import Ended, supervise
 from dlprof.run_folder import boot_of, in_hosts
 from tests.fixtures.jobs import COMPILES_NOTHING, DLPROF, environment, launch, noted, rows, spawned, until, wrapped
+from tests.fixtures.places import ROOT
 
 
 def supervised(command: list[str], folder: Path, env: Mapping[str, str]) -> Ended:
@@ -200,10 +201,13 @@ def test_a_task_that_is_ended_says_which_others_have_not(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found(SRUN_TASK | {"SLURM_PROCID": "7"}, Path("run"))  # of a node that is lost then
-    env = environment(**SRUN_TASK, SLURM_PROCID=number, SLURM_LOCALID=number)
-    done = launch(wrapped(Path("run"), ["sh", "-c", ends], "--no-sample"), tmp_path, env=env)
-    words = f"1 task of the job has not ended ({os.uname().nodename}-7); what was recorded is kept: dlprof report run\n"
-    assert (words in done.stderr) is said
+    env = environment(**SRUN_TASK, SLURM_PROCID=number, SLURM_LOCALID=number, PYTHONPATH=str(ROOT))
+    _, _, _, *words = wrapped(Path("run"), ["sh", "-c", ends], "--no-sample")
+    # As the command does, but for how long it waits for the others.
+    starts = "from dlprof.cli import main\nfrom dlprof.commands import wrap\nwrap._OTHERS_END_S = 0.5\nmain()"
+    done = launch([sys.executable, "-c", starts, *words], tmp_path, env=env)
+    told = f"1 task of the job has not ended ({os.uname().nodename}-7); what was recorded is kept: dlprof report run\n"
+    assert (told in done.stderr) is said
 
 
 def test_the_tasks_of_a_host_write_one_file_and_the_last_of_all_hosts_writes_the_end(tmp_path: Path) -> None:
