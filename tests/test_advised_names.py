@@ -80,9 +80,14 @@ OLD = re.compile(r"\.\. deprecated::|\bis deprecated\b|\(deprecated|: *\[?deprec
 ABSENT = object()  # of a library that is not installed
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Yield what dlprof may say, and where it stands: the manuals, and the strings of modules, docstrings aside."""
-    yield from ((rule.id, rule.manual) for rule in RULES)
+@cache
+def texts() -> list[tuple[str, str]]:
+    """Return what dlprof may say, and where it stands: the manuals, and the strings of modules, docstrings aside."""
+    return [*((rule.id, rule.manual) for rule in RULES), *strings()]
+
+
+def strings() -> Iterator[tuple[str, str]]:
+    """Yield the strings of modules that advise, docstrings aside, and the modules' names."""
     for path in sorted([*ROOT.glob("dlprof/analysis/**/*.py"), ROOT / "dlprof/overrides.py"]):
         tree = ast.parse(path.read_text())
         nodes = [*ast.walk(tree)]

@@ -13,7 +13,7 @@ import dlprof
 from dlprof import profiling
 from dlprof.result import Proposal, Result, change
 from tests.fixtures import results
-from tests.fixtures.jobs import TORCHRUN, environment, record, rows, run_plainly, tiny
+from tests.fixtures.jobs import as_ranks, environment, record, rows, run_plainly, tiny
 from tests.fixtures.places import ROOT
 
 pytest.importorskip("torch", reason="recording needs torch")
@@ -143,11 +143,10 @@ RANKS = """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param((), id="multiprocessing", marks=pytest.mark.slow)])
-def test_ranks_record_into_one_folder_and_rank_0_waits_for_all_and_says_so_once(
-    launcher: tuple[str, ...], tmp_path: Path
-) -> None:
-    done = run_plainly(*launcher, tiny(tmp_path, RANKS))
+@pytest.mark.parametrize("spawned", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ranks_record_into_one_folder_and_rank_0_waits_for_all_and_says_so_once(spawned: bool, tmp_path: Path) -> None:
+    script = tiny(tmp_path, RANKS)
+    done = run_plainly(*(() if spawned else as_ranks(script)[1:-1]), script)
     assert done.stdout.replace("\n", "") == "(0, 1)" * 2
     assert [line for line in said(done) if "report: " in line] == [f"report: {tmp_path}/run/report.html"]
     assert " · 2 × CPU · " in said(done)[0]

@@ -78,7 +78,7 @@ def rows_told(tmp_path: Path) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_breaks_dies_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
     words, env = checks_command(tmp_path, "--minutes", "2")
     done = subprocess.run(words, cwd=jobs.ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)

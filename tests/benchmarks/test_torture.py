@@ -33,7 +33,7 @@ def test_sound_sources_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        (jobs.PAIRS["exit code"], ""),
+        pytest.param(jobs.PAIRS["exit code"], "", marks=pytest.mark.slow),
         ("import os\nprint('DLPROF_RUN' in os.environ)\n", "stdout: 'False\\n' and 'True\\n'"),
     ],
     ids=["holds", "stdout"],
@@ -57,6 +57,7 @@ def test_a_job_that_is_killed_ends_so(
     assert [held.wrong for held in jobs.deaths(tmp_path, 1, random.Random(1))] == [""]
 
 
+@pytest.mark.slow
 def test_a_job_whose_disk_fills_is_itself(tmp_path: Path) -> None:
     held = list(jobs.disks(tmp_path, 1, random.Random(1)))
     if not held:

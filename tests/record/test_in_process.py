@@ -259,7 +259,7 @@ print(run.path, run.command, run.steps()["step"].count())
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_cell_of_a_notebook_is_recorded_and_the_run_shows_its_verdict(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(text) for text in CELLS.format(folder=str(tmp_path)).split("# cell\n")]  # type: ignore[no-untyped-call]
     notebook = nbformat.v4.new_notebook(cells=cells)  # type: ignore[no-untyped-call]

@@ -88,8 +88,8 @@ def mpirun(kind: str, tasks: int = 2) -> list[str]:
     pytest.skip(f"{kind} is not installed")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_ranks_of_mpirun_and_its_status(kind: str, script: Path, tmp_path: Path) -> None:
     command = [*mpirun(kind), sys.executable, str(script), "dies"]
     done = launch(wrapped(tmp_path / "run", command, "--window", "5,1,3"), tmp_path)

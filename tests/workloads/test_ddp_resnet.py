@@ -39,14 +39,8 @@ def healthy(data: Path) -> list[float]:
     return losses(train(data, ranks=2))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "blocking_allreduce",
-        *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("slow_rank", "slow_loader_one_rank")),  # they sleep
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["blocking_allreduce", "slow_rank", "slow_loader_one_rank"])
 def test_two_ranks_learn_and_a_fault_costs_time_and_not_accuracy(data: Path, healthy: list[float], fault: str) -> None:
     assert len(healthy) == 20
     assert sum(healthy[-3:]) < 0.6 * sum(healthy[:3])
@@ -91,17 +85,7 @@ def test_other_hooks_and_models_train_on_two_ranks(data: Path, options: tuple[st
 
 
 @pytest.mark.long
-def test_one_process_trains_validates_and_checkpoints(data: Path) -> None:
-    done = train(data, "--validate-every", "10", "--checkpoint-every", "20", "--epochs", "1")
-    assert len(losses(done)) == 20
-    assert len(re.findall(r"validation accuracy [01]\.\d+", done.stdout)) == 2
-    saved = torch.load(data / "checkpoint.pt", weights_only=True)
-    assert saved["step"] == 20
-    build_model("resnet20", classes=10, small=True).load_state_dict(saved["model"])
-
-
-@pytest.mark.long
-def test_faults_of_one_process_run(data: Path, tmp_path: Path) -> None:
+def test_one_process_trains_with_its_faults_validates_and_checkpoints(data: Path, tmp_path: Path) -> None:
     faults = ("checkpoint_every_few", "garbage", "keeps_batches", "no_workers", "python_metrics", "slow_decode")
     job = tmp_path / "in_turn.py"  # one process, which imports torch once
     job.write_text(
@@ -109,14 +93,20 @@ def test_faults_of_one_process_run(data: Path, tmp_path: Path) -> None:
 import runpy, sys
 sys.path.insert(0, {str(FOLDER)!r})
 for fault in {faults!r}:
-    sys.argv = {[str(FOLDER / "ddp_resnet.py"), *TINY, "--data", str(data), "--steps=6"]!r} + ["--fault", fault]
+    sys.argv = {[str(FOLDER / "ddp_resnet.py"), *TINY, "--data", str(data), "--steps=4"]!r} + ["--fault", fault]
     runpy.run_path(sys.argv[0], run_name="__main__")
+sys.argv[-2:] = ["--validate-every=2", "--checkpoint-every=4"]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
     )
     done = train(data, script=job)
-    assert len(losses(done)) == 6 * len(faults)
+    assert len(losses(done)) == 4 * (len(faults) + 1)
     said = re.findall(r"(\d) workers, fault: (\w+)", done.stdout)
-    assert said == [("0" if fault == "no_workers" else "1", fault) for fault in faults]
+    assert said == [("0" if fault == "no_workers" else "1", fault) for fault in (*faults, "none")]
+    assert len(re.findall(r"validation accuracy [01]\.\d+", done.stdout)) == 2
+    saved = torch.load(data / "checkpoint.pt", weights_only=True)
+    assert saved["step"] == 4
+    build_model("resnet20", classes=10, small=True).load_state_dict(saved["model"])
 
 
 @pytest.mark.gpu

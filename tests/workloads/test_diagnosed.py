@@ -99,7 +99,7 @@ def test_a_planted_fault_is_found(
 def test_without_a_fault_nothing_is_blamed_for_much(
     tmp_path: Path, data: Path, workload: str, steps: int, expected: dict[str, str]
 ) -> None:
-    options = ["--data", str(data)] if workload == "ddp_resnet" else []
+    options = ["--data", str(data), "--images=640", "--batch-size=24"] if workload == "ddp_resnet" else []
     said = recorded(workload, tmp_path, "", *options, steps=steps)
     assert {rule: said[rule]["state"] for rule in expected} == expected
     if workload == "ddp_resnet":

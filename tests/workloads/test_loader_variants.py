@@ -38,7 +38,7 @@ def test_every_storage_holds_the_same_records(data: Path, storage: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options",
-    [["--storage", "mapped", "--start-method", "spawn"], pytest.param(["--storage", "tar"], marks=pytest.mark.slow)],
+    [pytest.param(["--storage", "mapped", "--start-method", "spawn"], marks=pytest.mark.slow), ["--storage", "tar"]],
     ids=["spawned", "tar"],
 )
 def test_it_trains(data: Path, options: list[str]) -> None:

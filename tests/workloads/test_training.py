@@ -64,7 +64,7 @@ slow = pytest.mark.slow
         pytest.param("dlrm_like", "--steps=60", 2, 0.9, marks=slow),
         pytest.param("fsdp_gpt", "--steps=40 --prefetch=1 --checkpointing", 2, 0.9, marks=slow),
         pytest.param("moe_transformer", "--steps=40 --precision=bf16", 2, 0.9, marks=slow),
-        ("pipeline_transformer", "--steps=60", 2, 0.7),
+        pytest.param("pipeline_transformer", "--steps=60", 2, 0.7, marks=slow),
         pytest.param("tensor_parallel_gpt", "--steps=40", 2, 0.9, marks=slow),
         pytest.param("amp_transformer", "--steps=20 --precision=bf16 --compile=eager", 2, 1.0, marks=slow),
         pytest.param("bert_pretrain", "--steps=100 --optimizer=lamb --lr=0.02", 1, 0.99, marks=slow),

@@ -36,6 +36,7 @@ def of(lengths: NDArray[np.float64], **window: object) -> Result:
     return replace(made, window=replace(made.window, lengths_ns=tuple(lengths.tolist()), **window))
 
 
+@pytest.mark.slow
 def test_noise_fails_hardly_any_build() -> None:
     """Fewer than 1 % of pairs of the same job, also where nothing slower at all is allowed."""
     draw = np.random.default_rng(5)

@@ -103,7 +103,12 @@ for _ in range(40):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("how", "state"), [("adam", "found"), pytest.param("sgd", "found", marks=pytest.mark.slow), ("fixed", "clear")]
+    ("how", "state"),
+    [
+        ("adam", "found"),
+        pytest.param("sgd", "found", marks=pytest.mark.slow),
+        pytest.param("fixed", "clear", marks=pytest.mark.slow),
+    ],
 )
 def test_adapters_in_a_model_that_is_not_frozen(tmp_path: Path, how: str, state: str) -> None:
     (tmp_path / "train.py").write_text(COMPILES_NOTHING + ADAPTED)

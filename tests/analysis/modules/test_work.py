@@ -314,9 +314,9 @@ BLOCKS = """
                 x = x + self.down(torch.relu(self.up(self.norm(x))))
             return x
     model = nn.Sequential(*(Block(128, 5 if n == 2 else 1) for n in range(5)), nn.Linear(128, 10))
-    data = TensorDataset(torch.randn(32 * 20, 64, 128), torch.randn(32 * 20, 64, 10))
+    data = TensorDataset(torch.randn(16 * 20, 64, 128), torch.randn(16 * 20, 64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for batch in DataLoader(data, batch_size=32):
+    for batch in DataLoader(data, batch_size=16):
         train(batch)
 """
 

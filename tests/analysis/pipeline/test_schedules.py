@@ -28,7 +28,8 @@ from dlprof.analysis.pipeline.schedules import (
 )
 
 WORDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
-SHAPES = [*itertools.product((1, 2, 4), (1, 2, 4, 6, 8), (1, 2, 3)), *((3, 9, chunks) for chunks in (1, 2, 3))]
+SHAPES = [*itertools.product((1, 2), (1, 2, 6), (1, 2, 3)), *itertools.product((4,), (4, 8), (1, 2))]
+SHAPES += [(3, 9, chunks) for chunks in (1, 2, 3)]
 
 
 def took(made: Grid, forward: float, inputs: float, weights: float) -> dict[Action, float]:

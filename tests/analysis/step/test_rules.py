@@ -339,10 +339,10 @@ def test_what_less_validation_gives_is_a_table(tmp_path: Path, make: Make, row: 
 def test_a_real_script_that_judges_each_batch_again_and_rolls_out(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     body = """
-    model = nn.Sequential(*[nn.Linear(400, 400) for _ in range(8)], nn.Linear(400, 1))
+    model = nn.Sequential(*[nn.Linear(400, 400) for _ in range(4)], nn.Linear(400, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     batch = torch.randn(256, 400), torch.randn(256, 1)
-    for n in range(120):
+    for n in range(96):
         if n % 8 == 0:
             time.sleep(0.3)
         train(batch)

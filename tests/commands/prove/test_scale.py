@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,18 +59,15 @@ def test_a_script_on_one_and_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     script = tiny(tmp_path, RANKS)
     command = [*jobs.DLPROF, "scale", "--procs", "1,2", "--repeat", "1", "--batch", "2", "-o", "study", "--"]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "{ranks}",
-        str(script),
-        "{batch}",
-    ]
+    python, starts, _, *words = jobs.as_ranks(script, "{batch}")
     done = subprocess.run(
-        [*command, *torchrun], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False
+        [*command, python, starts, "{ranks}", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "study" / "scale.json").read_bytes())

@@ -72,9 +72,7 @@ def test_losses_are_the_same_with_a_ranks_own_seed(
     losses: Callable[..., list[str]],
 ) -> None:
     first = losses("7")
-    assert [losses(seed, rank=rank) == first for seed, rank in (("7", 0), ("8", 0), ("7", 1), ("6", 1))] == [
-        *(True, False, False, True)
-    ]
+    assert [losses(seed, rank=rank) == first for seed, rank in (("8", 0), ("6", 1))] == [False, True]
 
 
 def test_a_scaler_is_taken_out_and_the_scripts_own_seed_wins(losses: Callable[..., list[str]]) -> None:

@@ -17,7 +17,7 @@ from dlprof.record.recorder import Recorder
 from tests.fixtures import worlds
 from tests.fixtures.devices import Devices, Place
 from tests.fixtures.in_process import run_recorded
-from tests.fixtures.jobs import as_ranks, facts, launch, record, rows, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, as_ranks, facts, launch, record, rows, wrapped
 from tests.fixtures.runs import measured
 from tests.fixtures.stages import STAGES
 
@@ -37,7 +37,7 @@ def lines(rank: Path) -> list[dict[str, Any]]:
 def on_ranks(folder: Path, body: str, ranks: int = 2) -> Path:
     """Record a script on some ranks, and give the run folder."""
     script = folder / "script.py"
-    script.write_text(STAGES + dedent(body))
+    script.write_text(COMPILES_NOTHING + STAGES + dedent(body))
     done = launch(wrapped(folder / "run", as_ranks(script, many=ranks), "--no-trace"), folder, timeout=240)
     assert done.returncode == 0, done.stderr
     return folder / "run"

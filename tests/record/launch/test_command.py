@@ -295,7 +295,7 @@ def delay_s(thread: int) -> float:
     return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="whoever looks on needs a core as well")
 def test_who_waits_for_a_core_is_not_frozen() -> None:
     known = set(threading.enumerate())

@@ -21,7 +21,7 @@ ENDLESS = """
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
     if "slow" in sys.argv:  # to set itself up
-        time.sleep(6)
+        time.sleep(3)
     if "stubborn" in sys.argv:
         signal.signal(signal.SIGTERM, lambda *_: None)
     if "child" in sys.argv and os.fork() == 0:
