@@ -131,7 +131,7 @@ class Job:
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_traces_of_any_job(tmp_path: Path, ranks: int, gpu: bool) -> None:
     for seed in range(2):
         path = runs.foreign(tmp_path / str(seed), *Job(seed, ranks, gpu).traces())

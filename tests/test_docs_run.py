@@ -47,6 +47,8 @@ NOT_RUN = {
 }
 # Those that start jobs take tens of seconds, and run in a shell.
 STARTS = r"^dlprof (wrap|run \w|fix|sweep)|^torchrun"
+# Those of some seconds whose like runs elsewhere in any check.
+LAST = r"^dlprof (compare (?!runs/before)|scale|report .*--dask)"
 # Blocks that are neither commands nor Python: how one begins, and the words in the code that it is printed by.
 PRINTED = {
     "3 of 1,024 ranks were read by no shard": "read by no shard",
@@ -209,7 +211,7 @@ def bash(words: str, place: Path) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(one, id=one.id, marks=pytest.mark.slow if re.search(STARTS, one.lines[0]) else ())
+        pytest.param(one, id=one.id, marks=pytest.mark.slow if re.search(f"{STARTS}|{LAST}", one.lines[0]) else ())
         for one in ONCE
         if not listed(NOT_RUN, one.lines[0])
     ],
@@ -285,7 +287,12 @@ def test_what_is_not_run_is_listed_and_what_is_listed_is_there() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "block", [one for one in BLOCKS if one.language in ("json", "toml", "yaml")], ids=lambda one: one.id
+    "block",
+    [
+        pytest.param(one, id=one.id, marks=pytest.mark.slow if one.lines[0] == "speed:" else ())
+        for one in BLOCKS
+        if one.language in ("json", "toml", "yaml")
+    ],
 )
 def test_files_are_read_and_what_they_call_is_there(block: Block, place: Path) -> None:
     text = "\n".join(block.lines)

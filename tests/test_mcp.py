@@ -201,7 +201,7 @@ def test_what_a_recording_redacts_is_redacted(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("gone", ["request", "client"])
+@pytest.mark.parametrize("gone", ["request", pytest.param("client", marks=pytest.mark.slow)])
 def test_a_job_ends_with_the_request_or_the_client(tmp_path: Path, gone: str) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     script = tiny(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS)
@@ -235,7 +235,7 @@ def test_from_a_slow_script_to_a_proven_change(proved: bool, tmp_path: Path) -> 
 
     async def main() -> None:
         async with client(tmp_path) as (connected, call):
-            asked = {"command": ["train.py"], "steps": 80, "minutes": 2, "keep_arguments": True}
+            asked = {"command": ["train.py"], "steps": 60, "minutes": 2, "keep_arguments": True}
             said = await connected.call_tool("record", asked, progress_callback=ticked)
             first, _, told = said.content[0].text.partition("\n")  # type: ignore[union-attr]
             run = first.removeprefix("recorded into ").partition(";")[0]

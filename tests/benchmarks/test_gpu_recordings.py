@@ -91,7 +91,7 @@ def test_what_dlprof_did_not_say_of_an_h200_it_says_now(tmp_path: Path, name: st
     assert judged(tmp_path / name) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_recording_that_comes_home_is_judged_as_where_it_was_made(tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()

@@ -60,6 +60,7 @@ def test_the_scripts_of_the_advice_train_as_they_are_and_fixed(tmp_path: Path, n
     assert min(steps) > 0
 
 
+@pytest.mark.slow
 def test_the_job_that_is_looked_at_tells_its_own_step_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     stuck = ("--stuck", "3", "--stuck-s", "0.5")

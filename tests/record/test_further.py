@@ -272,7 +272,12 @@ def test_a_profiler_of_the_scripts_own_comes_first(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("most", "options", "opens"),
-    [(3_000, {"trace": True}, True), (240, {"window": (5, 1, 2)}, False)],  # who names a window wants no other one
+    [
+        (3_000, {"trace": True}, True),
+        pytest.param(
+            240, {"window": (5, 1, 2)}, False, marks=pytest.mark.slow
+        ),  # who names a window wants no other one
+    ],
 )
 def test_a_window_opens_by_itself_where_steps_have_become_slower(
     most: int, options: dict[str, Any], opens: bool, tmp_path: Path

@@ -182,7 +182,7 @@ def job(command: tuple[str, ...], cwd: Path) -> Job:
     return Job(command, cwd, environment(), {})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
     script = tiny(tmp_path, SAMPLES)
     command = (sys.executable, str(script), "{size}", "10")

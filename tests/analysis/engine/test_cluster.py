@@ -200,7 +200,7 @@ def test_a_running_scheduler_is_used_and_left_running_and_what_it_lacks_is_one_l
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["scheduler", "worker"])
+@pytest.mark.parametrize("victim", [pytest.param("scheduler", marks=pytest.mark.slow), "worker"])
 def test_a_cluster_that_is_gone_is_one_line_and_what_was_read_is_kept(
     victim: str, job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

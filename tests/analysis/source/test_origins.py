@@ -524,7 +524,7 @@ main()
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_recorded_model_and_its_images_are_laid_out_by_an_edit(tmp_path: Path) -> None:
     job = tmp_path / "job"
     job.mkdir()

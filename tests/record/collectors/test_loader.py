@@ -225,7 +225,7 @@ def test_workers(name: str, kinds: Path) -> None:
     check_workers(written(kinds, ORDER.index(name)), 2, 2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_workers_that_are_not_forked(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(COMPILES_NOTHING + HEAD + 'if __name__ == "__main__":\n' + indent(SPAWNED, "    "))
@@ -371,7 +371,7 @@ class Mine(DataLoader):
     def _get_iterator(self):
         return Pinned(self)
 used = []
-train(Mine(Slow(), 1, num_workers=1, sampler=[0] * 800), 1)
+train(Mine(Slow(), 1, num_workers=1, sampler=[0] * 500), 1)
 """
     (share,) = run_recorded(tmp_path, HEAD + body)["used"]
     # What comes after the last writing is not known: the thread ends with the pass.

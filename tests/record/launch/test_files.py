@@ -70,7 +70,7 @@ def test_a_rank_and_a_host_leave_four_files_each_whatever_is_asked_for(tmp_path:
     assert [rank.index for rank in run.ranks] == [0, 1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_with_a_wrap_for_each_rank_they_are_as_many(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     command = wrapped(tmp_path / "run", [sys.executable, tmp_path / "train.py"])

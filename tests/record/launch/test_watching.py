@@ -48,8 +48,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "time" else pytest.mark.long) for case in CASES]
+)
 def test_a_job_is_ended_after_its_steps_and_its_window(case: str, tmp_path: Path) -> None:
     options, before, arguments, least = CASES[case]
     script = tiny(tmp_path, ENDLESS)

@@ -88,8 +88,7 @@ for unit in units:
 model = fully_shard(net)
 """
 
-# Of each version one whose parameters are gathered ahead; the others are further cases.
-AHEAD = ("ahead", "second, ahead as the script says")
+# The others than "ahead" are further cases, before a release.
 JOBS = {
     "checkpointed": f"{FIRST}\nmodel = shard(inner=checkpoint_wrapper)",
     "ahead, accumulating": (
@@ -137,7 +136,7 @@ def traced(run: Path) -> list[list[tuple[str, str]]]:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=() if name in AHEAD else pytest.mark.slow) for name in JOBS]
+    scope="module", params=[pytest.param(name, marks=() if name == "ahead" else pytest.mark.slow) for name in JOBS]
 )
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Record a job, and return of a step what each exchange is, and whose parameters it moves by its size."""
