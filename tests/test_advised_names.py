@@ -197,6 +197,7 @@ def written(node: ast.AST) -> str:
     return f"_.{node.attr}" if isinstance(node, ast.Attribute) else "_"
 
 
+@pytest.mark.long
 def test_what_is_advised_is_there_and_not_deprecated() -> None:
     found = {(*one, where) for where, text in texts() for one in wrong(text)}
     assert sorted(found) == []
@@ -234,6 +235,7 @@ def test_names_that_are_not_there_or_old_are_found(text: str, told: list[tuple[s
 OLD_READS = "torch.get_float32_matmul_precision()", "torch.backends.cuda.matmul.allow_tf32"
 
 
+@pytest.mark.long
 def test_the_older_precision_cannot_be_read_once_the_newer_is_set(tmp_path: Path) -> None:
     (manual,) = (rule.manual for rule in RULES if rule.id == "fp32_matmul")
     code = [f"try:\n    {read}\nexcept RuntimeError:\n    print({read!r})" for read in OLD_READS]

@@ -102,6 +102,7 @@ FAILED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.long
 def test_only_its_folders_and_one_line_for_what_fails(place: Path) -> None:
     async def main() -> None:
         async with client(place) as (_, call):
@@ -138,6 +139,7 @@ def test_what_it_reads_is_answered_in_four_kilobytes(place: Path) -> None:
     anyio.run(main)
 
 
+@pytest.mark.long
 def test_stdout_holds_the_protocol_alone_and_the_server_ends_with_its_client(place: Path) -> None:
     asked: list[dict[str, Any]] = [
         {
@@ -180,6 +182,7 @@ def test_answers_are_cut_from_the_end_and_say_how_much(text: str, left: str) -> 
     assert f"left out: {left}" in cut if left else cut == text.strip()
 
 
+@pytest.mark.long
 def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> None:
     code = "import sys; sys.modules['mcp'] = None; from dlprof.cli import main; sys.argv = ['dlprof', 'mcp']; main()"
     done = launch([sys.executable, "-c", code], tmp_path, env=environment(PYTHONPATH=str(ROOT)))
@@ -189,6 +192,7 @@ def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> No
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
 
 
+@pytest.mark.long
 def test_what_a_recording_redacts_is_redacted(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nsys.exit(f'cannot log in with {sys.argv[2]}')\n")
 

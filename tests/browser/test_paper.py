@@ -30,7 +30,7 @@ from tests.fixtures import comparisons, results
 from tests.fixtures.browsers import NEEDS_BROWSER, Open
 from tests.fixtures.places import TRACES
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [pytest.mark.long, NEEDS_BROWSER]
 
 A4 = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True, "printBackground": True}
 BETWEEN_MARGINS = 703  # pixels of the width of A4

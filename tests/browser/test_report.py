@@ -24,7 +24,7 @@ from tests.fixtures import comparisons, hosts, results, runs, traces
 from tests.fixtures.browsers import AXE, NEEDS_BROWSER, Open, complaints, grave_faults, log, requests
 from tests.fixtures.runs import MS
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [pytest.mark.long, NEEDS_BROWSER]
 
 
 def rgb(colour: str) -> str:

@@ -20,6 +20,7 @@ def checks(cwd: Path, **env: str) -> dict[str, Any]:
     return {check["source"]: check for check in json.loads(done.stdout)["checks"]}
 
 
+@pytest.mark.long
 def test_every_source_is_tried_and_what_fails_comes_with_a_remedy(tmp_path: Path) -> None:
     told = checks(tmp_path)
     assert len(told) == len(doctor.CHECKS)

@@ -56,8 +56,9 @@ def made(kind: str, folder: Path) -> Path:
     ("kind", "line"),
     [
         *(("a recorded run", line) for line in READING),
-        *((kind, line) for kind in ("a folder of traces", "a trace") for line in READING[:2]),
+        *(("a folder of traces", line) for line in READING[:2]),
         *(pytest.param("a folder of traces", line, marks=pytest.mark.slow) for line in READING[2:]),
+        *(pytest.param("a trace", line, marks=pytest.mark.slow) for line in READING[:2]),
     ],
 )
 def test_reading_writes_nothing_but_what_is_asked_for(
@@ -87,6 +88,7 @@ def test_reading_writes_nothing_but_what_is_asked_for(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("dlrm_v100_8ranks", marks=pytest.mark.slow), "nsys"])
 def test_nothing_is_written_beside_real_traces_by_what_python_is_asked_for(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def test_the_page_names_the_run_in_its_commands_but_not_the_folders_of_a_redacte
     assert ("secret/my run" in page) == named
 
 
+@pytest.mark.long
 def test_a_report_of_foreign_traces_takes_a_new_folder_each_time(job: Path) -> None:
     for n in ("", "-2", "-3"):
         assert run(job).stdout.splitlines()[-1] == f"report: dlprof-report{n}/report.html"

@@ -67,6 +67,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "job"
 
 
+@pytest.mark.long
 def test_the_report_of_what_shards_read_is_the_same(job: Path) -> None:
     before = result_of(job)
     assert not (job.parent / "cache").exists()
@@ -78,6 +79,7 @@ def test_the_report_of_what_shards_read_is_the_same(job: Path) -> None:
     assert files_of(job.parent) == kept  # nothing was read again
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("dlrm_v100_8ranks", marks=pytest.mark.slow), "nsys"])
 def test_the_report_of_real_traces_is_the_same(name: str, tmp_path: Path) -> None:
     if not (TRACES / name).is_dir():
@@ -87,6 +89,7 @@ def test_the_report_of_real_traces_is_the_same(name: str, tmp_path: Path) -> Non
     assert result_of(TRACES / name, "-o", tmp_path / "b", "--cache", tmp_path / "cache") == before
 
 
+@pytest.mark.long
 def test_a_missing_shard_is_read_by_the_report(job: Path) -> None:
     before = result_of(job)
     for k in (0, 2):
@@ -111,6 +114,7 @@ def test_a_missing_shard_may_be_left_out(job: Path) -> None:
     assert files_of(job.parent) == kept
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "many"), report._LAUNCHERS)
 def test_a_launcher_says_which_share(number: str, many: str, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(number, "1")

@@ -29,6 +29,7 @@ from tests.fixtures.sampled_stacks import LOADER, MAIN, stacked
 # CSV.
 
 
+@pytest.mark.long
 def test_tables_and_measures_come_back_as_they_were_from_any_number_of_processes(tmp_path: Path) -> None:
     run = open_run(runs.foreign(tmp_path / "job", *(traces.training(rank=r) for r in range(2))))
     made = [frames.write(run, tmp_path / f"csv{jobs}", jobs=jobs) for jobs in (1, 2)]

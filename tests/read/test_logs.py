@@ -467,6 +467,7 @@ for batch, in DataLoader(TensorDataset(torch.randn(12, 3, 8, 8)), batch_size=4):
 """
 
 
+@pytest.mark.long
 def test_what_the_recorder_writes_is_of_the_declared_kinds(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     jobs.record(tmp_path / "train.py", folder=tmp_path / "run", options=["--no-trace"])

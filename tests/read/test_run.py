@@ -188,6 +188,7 @@ def test_odd_words_about_the_job_do_no_harm(tmp_path: Path) -> None:
 NAMES = ("</script><script>alert(1)</script>", "\x1b[31mred\x07", "a\x00b", "x" * 10_240, "\u202egnp.exe", "\ud800")
 
 
+@pytest.mark.long
 def test_hostile_names_in_traces_and_on_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
     for rank, (host, device) in enumerate(zip(NAMES[::2], NAMES[1::2], strict=True)):
         made = traces.training(host=host, device=device, rank=rank, world_size=3)

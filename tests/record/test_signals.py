@@ -274,6 +274,7 @@ def begun(folder: Path, body: str, word: str = "hangs\n") -> subprocess.Popen[st
     return process
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_in_c_saves_its_steps_and_ends_by_sigterm(tmp_path: Path) -> None:
     process = begun(tmp_path, "train(25)\nhang()")
     rank = tmp_path / "run/ranks/00000"
@@ -335,6 +336,7 @@ def test_a_rank_that_hangs_does_not_hold_up_an_elastic_restart(tmp_path: Path) -
     assert [len(rows(path)) for path in sorted(ranks.iterdir())] == [25] * 4
 
 
+@pytest.mark.long
 def test_a_script_and_a_forks_child_find_the_handlers_that_they_find_without_us(tmp_path: Path) -> None:
     chains = script(
         tmp_path,
@@ -368,6 +370,7 @@ def test_a_script_and_a_forks_child_find_the_handlers_that_they_find_without_us(
     assert facts(tmp_path / "run/ranks/00000")["ended"] == "exit"
 
 
+@pytest.mark.long
 def test_whoever_listens_to_signals_already_goes_on_to(tmp_path: Path) -> None:
     listens = script(
         tmp_path,
@@ -384,6 +387,7 @@ def test_whoever_listens_to_signals_already_goes_on_to(tmp_path: Path) -> None:
     assert record(listens, folder=tmp_path / "run", options=["--no-trace"]).stdout == "True True\n"
 
 
+@pytest.mark.long
 def test_whoever_kills_what_he_started_kills_the_job(tmp_path: Path) -> None:
     # As without us: a job that ran on would hold its GPUs, and nobody would see it.
     process = begun(tmp_path, "train(25)\nprint('hangs', flush=True)\ntrain(10**9)")

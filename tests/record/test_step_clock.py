@@ -550,6 +550,7 @@ def test_a_frozen_teachers_forward_pass_is_for_the_backward_pass_after_it(frozen
     assert [(s.forwards, s.forward_ns, s.unused_forward_ns) for s in job.steps] == [(2, 15, 0 if frozen else 10)] * 2
 
 
+@pytest.mark.long
 def test_epochs_validation_and_accumulated_gradients(tmp_path: Path) -> None:
     loop = tiny(
         tmp_path,

@@ -156,6 +156,7 @@ def test_advice_against_a_finding_does_not_help() -> None:
     assert judged("stop prefetching", result).items[0].helps == "no"
 
 
+@pytest.mark.long
 def test_the_command_says_where_it_goes_and_hostile_words_are_harmless(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     script = tiny(tmp_path, "for batch in DataLoader(data, batch_size=4, num_workers=0):\n    train(batch)\n")

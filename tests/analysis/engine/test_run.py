@@ -144,6 +144,7 @@ def test_a_measure_that_breaks_or_says_nothing_costs_only_those_that_need_it(job
     assert len(CALLS) == 1
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_loses_only_its_rank_and_that_is_not_kept(job: Run, tmp_path: Path) -> None:
     """A second time there may be memory for it."""
     run = engine.measure(job, [rows, deadly], jobs=2)

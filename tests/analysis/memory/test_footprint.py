@@ -277,6 +277,7 @@ MORE = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "what"), [pytest.param(*key, marks=[pytest.mark.slow] * (key in MORE)) for key in CHANGES]
 )
@@ -288,6 +289,7 @@ def test_the_changed_script_holds_what_was_predicted(name: str, what: str) -> No
     assert fullest.startswith(moment)
 
 
+@pytest.mark.long
 def test_the_largest_batch_that_fits_is_where_the_memory_is_full() -> None:
     most = fp.most_times(now(), 500e6)
     assert fp.larger_batch(now(), most).peak_bytes == pytest.approx(500e6)

@@ -210,6 +210,7 @@ rows = st.tuples(names | st.just(OUTSIDE), st.sampled_from(["A", "B"]), st.sampl
 jobs = st.lists(st.lists(rows, min_size=1, max_size=20), min_size=1, max_size=3)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(jobs)
 def test_roots_and_what_is_outside_are_all_and_rows_are_what_is_in_them(job: list[list[Row]]) -> None:

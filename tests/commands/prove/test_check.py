@@ -68,6 +68,7 @@ def test_what_is_below_a_rules_threshold_is_checked_by_its_figure(tmp_path: Path
     assert second.startswith("ok    input_wait < 5 %: 4.")
 
 
+@pytest.mark.long
 def test_a_run_beside_other_programs_passes_no_limit_unless_it_is_allowed(tmp_path: Path) -> None:
     """One rank of two cores, somebody else on six of the eight, and its training thread waits for 30 % of the time."""
     path = crowded(tmp_path, 0.3, threads=4, others=6.0, ours=2.0)
@@ -94,6 +95,7 @@ def against(path: Path, baseline: Path, *more: str) -> Result:
     return CliRunner().invoke(cli, ["check", str(path), "--baseline", str(baseline), *more])
 
 
+@pytest.mark.long
 def test_a_run_that_is_slower_than_its_baseline_fails(tmp_path: Path) -> None:
     before, slower, same = timed(tmp_path / "a", 100), timed(tmp_path / "b", 106), timed(tmp_path / "c", 100.1)
     done = against(slower, before)
@@ -111,6 +113,7 @@ def test_a_baseline_of_another_script_is_not_judged(tmp_path: Path) -> None:
     assert against(other, before, "--not-measured", "pass").exit_code == 0
 
 
+@pytest.mark.long
 def test_what_cannot_be_measured_may_pass(job: Path) -> None:
     words = ["check", str(job), "--max", "memory_headroom<5%"]
     assert CliRunner().invoke(cli, words).exit_code == 3

@@ -122,6 +122,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.long
 def test_what_was_proved_before_is_kept_and_written_on_request(run: Path) -> None:
     script = run.parent / "train.py"
     done = invoked(run, "--quiet")

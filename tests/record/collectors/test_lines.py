@@ -138,6 +138,7 @@ def test_functions_count_wherever_they_are_held_and_stay_what_they_were(
     assert sum(row["optimizer_steps"] for row in rows(tmp_path / "run/ranks/00000")) == 10
 
 
+@pytest.mark.long
 def test_loader_workers_generators_and_a_running_loop_count_for_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +236,7 @@ def test_the_graphs_of_torch_compile_are_as_without(tmp_path: Path, monkeypatch:
     assert counted(tmp_path / "run")["main", "train:double"][1] == 5
 
 
+@pytest.mark.long
 def test_debuggers_exceptions_and_forks_leave_the_counts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = """
     def fails(n):
@@ -274,6 +276,7 @@ def test_debuggers_exceptions_and_forks_leave_the_counts_whole(tmp_path: Path, m
     assert found["main", "train:collate"] == {0: 0, 1: 10}  # what the debugger followed is left to it
 
 
+@pytest.mark.long
 def test_what_was_counted_survives_a_kill(tmp_path: Path) -> None:
     log = tmp_path / "run/ranks/00000/lines.jsonl"
     path = script(tmp_path, "while True:\n    run(num_workers=1)\n")

@@ -200,6 +200,7 @@ def check_workers(found: Written, workers: int, epochs: int) -> None:
         assert (f["tensors"], f["tensor_bytes"]) == (f["count"], f["count"] * 4 * 8 * 4)
 
 
+@pytest.mark.long
 def test_loaders_are_known_in_order_and_by_their_role(kinds: Path) -> None:
     told = [(of["num_workers"], of["batch_size"], of["role"]) for of in facts(kinds)["loaders"]]
     trains = [(0, 4), (2, 4), (2, 4), (2, None), (2, 4), (0, 8), (0, 6), (0, 4), (1, 4), (1, 4)]
@@ -220,6 +221,7 @@ def test_loaders_are_known_in_order_and_by_their_role(kinds: Path) -> None:
     assert {row["loader"] for row in rows(kinds, "loading")} == set(range(-1, len(told)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fork", "stream"])
 def test_workers(name: str, kinds: Path) -> None:
     check_workers(written(kinds, ORDER.index(name)), 2, 2)
@@ -236,6 +238,7 @@ def test_workers_that_are_not_forked(tmp_path: Path) -> None:
         check_workers(written(rank, loader), 1, 1)
 
 
+@pytest.mark.long
 def test_the_training_thread_itself(kinds: Path) -> None:
     found = written(kinds, ORDER.index("thread"))
     assert found.counts == {"start": 2, "first": 2, "batch": 22}
@@ -249,6 +252,7 @@ def test_the_training_thread_itself(kinds: Path) -> None:
     assert all(f["cpu_ns"] <= f["dur_ns"] - 6 * 2_000_000 for f in beside)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "passes", "batches"),
     [("persistent", 2, 96), ("own iter", 2, 24), ("nested", 2, 12), ("validation", 1, 12)],
@@ -271,6 +275,7 @@ def test_subclasses_and_other_passes(name: str, passes: int, batches: int, kinds
         assert fetched == (0 if name == "nested" else batches)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["stateful", "stateful persistent"])
 def test_epochs_of_torchdatas_loader_are_timed_from_their_start_to_the_workers_leaving(name: str, kinds: Path) -> None:
     pytest.importorskip("torchdata", reason="its loader has an iter() and an end of its own")
@@ -282,10 +287,12 @@ def test_epochs_of_torchdatas_loader_are_timed_from_their_start_to_the_workers_l
     assert persistent or len({f["pid"] for f in found.fetches}) == 6
 
 
+@pytest.mark.long
 def test_what_fails_is_told_until_it_failed(kinds: Path) -> None:
     assert [len(written(kinds, ORDER.index(name)).batches) for name in ("broken", "broken worker", "late")] == [5] * 3
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_leaves_what_it_had_written(tmp_path: Path) -> None:
     body = """
 class Dying(Slow):
@@ -308,6 +315,7 @@ else:
     assert sum(f["count"] for f in fetches) > 30
 
 
+@pytest.mark.long
 def test_who_never_trains_leaves_nothing(tmp_path: Path) -> None:
     passes = "assert len([b for b in DataLoader(Slow(), 4, num_workers=2)]) == 12"
     run_recorded(tmp_path, HEAD + passes, warnings=None)
@@ -318,6 +326,7 @@ def test_who_never_trains_leaves_nothing(tmp_path: Path) -> None:
     assert sum(f["count"] for f in written(tmp_path / "later/ranks/00000", 0).fetches) == 24
 
 
+@pytest.mark.long
 def test_files_grow_no_faster_than_their_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dlprof.record.recorder._PASS_ON_EVERY_NS", 20_000_000)
     monkeypatch.setattr("dlprof.record.log._BURST_BYTES", 3_000)

@@ -68,6 +68,7 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
     return record
 
 
+@pytest.mark.long
 def test_losses_are_the_same_with_a_ranks_own_seed(
     losses: Callable[..., list[str]],
 ) -> None:
@@ -75,6 +76,7 @@ def test_losses_are_the_same_with_a_ranks_own_seed(
     assert [losses(seed, rank=rank) == first for seed, rank in (("8", 0), ("6", 1))] == [False, True]
 
 
+@pytest.mark.long
 def test_a_scaler_is_taken_out_and_the_scripts_own_seed_wins(losses: Callable[..., list[str]]) -> None:
     assert losses("7", seeds=True, scaled=True) == losses("8", seeds=True, scaled=True)
 
@@ -129,6 +131,7 @@ scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=7)"""
 PLAIN = 'scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "scaler"),
     [

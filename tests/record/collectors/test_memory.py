@@ -38,12 +38,14 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return rows(folder / "ranks/00000", "memory")
 
 
+@pytest.mark.long
 @needs_no_cuda
 def test_a_history_that_cannot_be_costs_one_warning(tmp_path: Path) -> None:
     run_recorded(tmp_path, JOB.replace("PAUSE_S", "0"), memory=True, warnings=1)
     assert "built without CUDA" in facts(tmp_path / "run/ranks/00000")["warnings"][0]
 
 
+@pytest.mark.long
 @needs_no_cuda
 def test_the_counters_are_written_a_few_times_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []

@@ -76,6 +76,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_steps_phases_collectives_and_annotations_reach_the_tool(tmp_path: Path) -> None:
     pytest.importorskip("nvtx", reason="this PyTorch has no NVTX of its own")
     compiler = shutil.which("cc")
@@ -111,6 +112,7 @@ def test_steps_phases_collectives_and_annotations_reach_the_tool(tmp_path: Path)
     assert all(pair in (("start", "end"), ("end", "start")) for pair in itertools.pairwise(ends))
 
 
+@pytest.mark.long
 def test_without_nvtx_one_line_says_so_and_the_job_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if hasattr(torch._C, "_nvtx"):
         pytest.skip("this PyTorch has NVTX")

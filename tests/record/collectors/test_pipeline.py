@@ -138,6 +138,7 @@ def test_bubbles_of_known_size(
     assert found["bubble"].between(0.8 * scheduled, scheduled + 0.25).all(), found
 
 
+@pytest.mark.long
 def test_evaluation_failures_and_forks_are_left_alone(tmp_path: Path) -> None:
     rank = alone(
         tmp_path,
@@ -206,6 +207,7 @@ def test_a_chunk_that_cannot_be_told_costs_the_recording_and_not_the_job(tmp_pat
     assert len(rows(rank)) == 8
 
 
+@pytest.mark.long
 def test_a_long_job_keeps_every_step_and_the_chunks_of_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, first = 45, 1_000
     monkeypatch.setattr("dlprof.record.collectors.pipeline._ROWS_AT_FIRST", first)  # instead of 20,000

@@ -45,6 +45,7 @@ def stalls(folder: Path, body: str, steps: int) -> list[dict[str, Any]]:
     return rows(rank, "stalls")
 
 
+@pytest.mark.long
 def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> None:
     body = """
     class Slow:
@@ -78,6 +79,7 @@ def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> Non
     assert ask(checkpoint_stall.RULE, tmp_path / "run").state == "found"
 
 
+@pytest.mark.long
 def test_a_job_that_collects_garbage_in_every_step_leaves_a_small_file_that_tells_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_job_that_collects_garbage_in_every_step_leaves_a_small_file_that_tell
     assert max(s["count"] for s in pauses) >= 19
 
 
+@pytest.mark.long
 def test_each_save_of_the_training_thread_is_one_stall(tmp_path: Path) -> None:
     body = """
     import torch.distributed.checkpoint as dcp
@@ -165,6 +168,7 @@ def test_each_save_of_the_training_thread_is_one_stall(tmp_path: Path) -> None:
     assert [s["dur_ns"] >= 300_000_000 for s in found[-2:]] == [False, True]
 
 
+@pytest.mark.long
 def test_saving_in_the_background_counts_until_the_state_is_copied(tmp_path: Path) -> None:
     body = """
     import torch.distributed as dist
@@ -193,6 +197,7 @@ def test_saving_in_the_background_counts_until_the_state_is_copied(tmp_path: Pat
     assert save["dur_ns"] < 1e9  # the sleeping is not in it
 
 
+@pytest.mark.long
 def test_compilations_are_told_with_their_reason_and_graphs_stay_the_same(tmp_path: Path) -> None:
     body = """
     from torch._dynamo.utils import counters

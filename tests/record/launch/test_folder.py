@@ -396,6 +396,7 @@ for n in range(100_000):
 """
 
 
+@pytest.mark.long
 def test_what_is_recorded_on_a_disk_of_the_node_is_put_into_the_run_folder(tmp_path: Path) -> None:
     disk, run = tmp_path / "disk", tmp_path / "run"
     (tmp_path / "trains.py").write_text(COMPILES_NOTHING + TRAINS)

@@ -164,6 +164,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_a_signal_to_the_process_and_then_to_its_group_reaches_the_command_once(tmp_path: Path) -> None:
     if shutil.which("timeout") is None:
         pytest.skip("timeout, of GNU coreutils, is not here")

@@ -71,6 +71,7 @@ def test_a_job_is_ended_after_its_steps_and_its_window(case: str, tmp_path: Path
     assert len(steps_of(tmp_path / "r").numbers) >= ENOUGH
 
 
+@pytest.mark.long
 def test_a_script_that_ends_by_itself_ends_as_ever(tmp_path: Path) -> None:
     done = launch(wrapped(tmp_path / "r", [sys.executable, tiny(tmp_path, ENDS)], *WINDOW), tmp_path)
     assert done.returncode == 3

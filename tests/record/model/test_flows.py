@@ -130,6 +130,7 @@ NEEDLESS = {
 }
 
 
+@pytest.mark.long
 def test_needless_products_are_found_and_no_others(tmp_path: Path) -> None:
     run_recorded(tmp_path, SCRIPT)
     flops = facts(tmp_path / "run/ranks/00000")["flops"]

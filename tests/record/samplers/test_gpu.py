@@ -643,6 +643,7 @@ int nvmlGpmMetricsGet(Metrics *m) {
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_gpu_that_vanishes_takes_its_readings_along_and_nothing_else(tmp_path: Path) -> None:
     """The samplers' real process, and nvidia-ml-py, on a library that stands where the driver's would."""

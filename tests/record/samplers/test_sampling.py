@@ -136,6 +136,7 @@ def test_an_old_job_is_read_less_often_unless_the_user_sets_a_period(
     assert host.period_s == pytest.approx(period_s, rel=1e-3)
 
 
+@pytest.mark.long
 def test_one_process_samples_a_host_and_the_next_takes_over(run: Path) -> None:
     name = claimed_name(run)
     held, other = claim(name), claim(claimed_name(run / "ranks"))

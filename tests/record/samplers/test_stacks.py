@@ -208,6 +208,7 @@ def started(folder: Path, *before: str, may_be_read: bool = True) -> tuple[subpr
     return job, pid, trains(folder / "run", pid)
 
 
+@pytest.mark.long
 def test_py_spy_goes_when_all_of_dlprof_is_killed(tmp_path: Path) -> None:
     job, pid, rank = started(tmp_path)
     assert until(lambda: looks(tmp_path))
@@ -223,6 +224,7 @@ def test_py_spy_goes_when_all_of_dlprof_is_killed(tmp_path: Path) -> None:
     assert not list(rank.glob("stacks*"))
 
 
+@pytest.mark.long
 def test_without_permission_one_line_says_so(tmp_path: Path) -> None:
     if os.geteuid() or subprocess.run(["setpriv", "--version"], capture_output=True, check=False).returncode:
         pytest.skip("only root can give up the permission, with setpriv")
