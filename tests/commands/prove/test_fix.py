@@ -19,17 +19,17 @@ from tests.fixtures import runs, traces
 from tests.fixtures.jobs import DLPROF, environment, launch, running, tiny, until
 from tests.fixtures.runs import MS
 
-# Samples that take 3 ms of sleep each: workers hide them, whatever else the machine does.
+# Samples that take 2 ms of sleep each: workers hide them, whatever else the machine does.
 SLEEPS = """
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
         return 40_000
     def __getitem__(self, i):
-        time.sleep(0.003)
+        time.sleep(0.002)
         return data[i % 64]
 
 open("written", "w").close()
-for batch in DataLoader(Slow(), batch_size=8, num_workers=0):
+for batch in DataLoader(Slow(), batch_size=4, num_workers=0):
     train(batch)
 """
 
@@ -43,7 +43,7 @@ def test_from_a_command_to_a_patch_that_makes_the_job_faster(tmp_path: Path) -> 
     pytest.importorskip("torch", reason="recording needs torch")
     script = tiny(tmp_path, SLEEPS)
     before = script.read_text()
-    options = ["--minutes", "1.4", "--stop-after", "30", "--format", "json", "-o", "run"]
+    options = ["--minutes", "1", "--stop-after", "30", "--format", "json", "-o", "run"]
     done = launch([*DLPROF, "fix", *options, "train.py", "--lr", "0.1"], tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -58,7 +58,7 @@ def test_from_a_command_to_a_patch_that_makes_the_job_faster(tmp_path: Path) -> 
     assert script.read_text() == before
     # The patch is the change, and no more.
     subprocess.run(["git", "apply", "run/fix.patch"], cwd=tmp_path, check=True)
-    assert f"batch_size=8, num_workers={workers}, persistent_workers=True" in script.read_text()
+    assert f"batch_size=4, num_workers={workers}, persistent_workers=True" in script.read_text()
     assert found["fix"]["lines"] == [f"train.py:{1 + before[: before.index('num_workers')].count(chr(10))}"]
     subprocess.run(["git", "apply", "-R", "run/fix.patch"], cwd=tmp_path, check=True)
     assert script.read_text() == before
