@@ -247,7 +247,7 @@ def test_every_figure_of_the_report_is_a_figure_of_plotly(run: Run) -> None:
         run.figure("timelin")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_notebook_of_the_documentation_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the simulator is in the repository alone
     stored = nbformat.read(ROOT / "docs" / "notebook.ipynb", 4)  # type: ignore[no-untyped-call]

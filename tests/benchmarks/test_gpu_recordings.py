@@ -59,10 +59,10 @@ def judged(folder: Path) -> list[str]:
 
 
 def marked(archive: Path, name: str) -> Any:
-    """Return a recording as a parameter: the first of each kind, and every third advice, are always read."""
+    """Return a recording as a parameter: the first of each kind, and every fifth advice, are always read."""
     kind = name.partition("-")[0]
     alike = [(a, n) for a in ARCHIVES for n in names(a) if n.partition("-")[0] == kind]
-    first = alike.index((archive, name)) % (3 if kind == "advice" else len(alike)) == 0
+    first = alike.index((archive, name)) % (5 if kind == "advice" else len(alike)) == 0
     return pytest.param(archive, name, marks=pytest.mark.long if first else pytest.mark.slow)
 
 

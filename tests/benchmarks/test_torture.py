@@ -47,9 +47,8 @@ def test_a_script_that_knows_that_it_is_recorded_is_found(
     assert bool(held.wrong) == bool(wrong)
 
 
-@pytest.mark.parametrize(
-    ("what", "to"), [(signal.SIGTERM, "both"), pytest.param(signal.SIGKILL, "dlprof", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "to"), [(signal.SIGTERM, "both"), (signal.SIGKILL, "dlprof")])
 def test_a_job_that_is_killed_ends_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: signal.Signals, to: str
 ) -> None:

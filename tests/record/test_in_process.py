@@ -6,15 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 import dlprof
 from dlprof.errors import DlprofError
 from dlprof.record.in_process import _exit_of
-from tests.fixtures.jobs import TORCHRUN, environment, facts, rows, run_plainly, tiny
-from tests.fixtures.places import ROOT
+from tests.fixtures.jobs import TORCHRUN, facts, rows, run_plainly, tiny
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -240,38 +237,6 @@ def test_spawned_workers_and_the_ranks_of_torchrun_are_recorded_into_one_folder(
     assert [(task["number"], task["exit"]["code"]) for task in info["tasks"]] == [("0", 0), ("1", 0)]
     for rank in ("00000", "00001"):
         assert len({row["pid"] for row in lines(folder / "ranks" / rank / "fetches.jsonl")}) == 1
-
-
-CELLS = """
-import os, torch, dlprof
-os.chdir({folder!r})
-model = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-# cell
-with dlprof.record(sample="off", window=(2, 1, 2)) as run:
-    for _ in range(20):
-        model(torch.ones(4, 8)).sum().backward()
-        optimizer.step()
-# cell
-run
-# cell
-print(run.path, run.command, run.steps()["step"].count())
-"""
-
-
-@pytest.mark.slow
-def test_a_cell_of_a_notebook_is_recorded_and_the_run_shows_its_verdict(tmp_path: Path) -> None:
-    cells = [nbformat.v4.new_code_cell(text) for text in CELLS.format(folder=str(tmp_path)).split("# cell\n")]  # type: ignore[no-untyped-call]
-    notebook = nbformat.v4.new_notebook(cells=cells)  # type: ignore[no-untyped-call]
-    done = NotebookClient(notebook).execute(
-        env=environment(PYTHONPATH=str(ROOT), JPY_SESSION_NAME="/home/me/try it.ipynb")
-    )
-    outputs = [cell.outputs for cell in done.cells]
-    assert outputs[1] == []
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.startswith("try_it-20")
-    assert outputs[2][0].data["text/html"] == dlprof.open(folder)._repr_html_()
-    assert outputs[3][0].text == f"{folder} ('/home/me/try it.ipynb',) 20\n"
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_every_part_is_what_the_simulated_allocator_gave(tmp_path: Path, seed: i
     assert parts["temporary"] == pytest.approx(a.at_peak["temporary"], rel=0.05)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_changed_jobs_take_what_was_predicted(tmp_path: Path) -> None:
     every = [one for seed in range(8) for one in benchmark.simulated(seed, tmp_path / str(seed))]
     assert {one.change for one in every} == set(benchmark.CHANGES)

@@ -171,34 +171,18 @@ def test_without_findings_there_is_nothing_to_try(tmp_path: Path) -> None:
     assert "nothing to try" in done.output
 
 
-# That SIGTERM is noted as SIGINT is: tests/trial/test_running.py. SIGINT ends the trials of `wrap --try` below, too.
+# What SIGINT and SIGTERM leave: `wrap --try` below, and tests/trial/test_running.py.
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_interrupted_it_leaves_no_process_and_keeps_what_it_has(
-    waits: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_killed_it_leaves_no_process_and_keeps_what_it_has(waits: Path, tmp_path: Path) -> None:
     _, run = copied(waits, tmp_path)
-    process = subprocess.Popen(
-        [*DLPROF, "try", str(run), "--minutes", "5", "--set", WORKERS],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command = [*DLPROF, "try", str(run), "--minutes", "5", "--set", WORKERS]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), start_new_session=True)
     # The job has been measured, and the first run with a change is under way, with its workers.
     assert until(lambda: (run / "try.json").exists() and len(running(run / "try")) >= 3)
-    os.kill(process.pid, number)
-    output, _ = process.communicate(timeout=60)
+    process.kill()
+    process.wait(60)
     assert until(lambda: running(run / "try") == [])
-    found = kept(run)
-    assert found["state"] == "interrupted"
-    if number == signal.SIGKILL:
-        return
-    assert process.returncode == 128 + number
-    assert "interrupted" in output
-    assert not (run / "try").exists() or list((run / "try").iterdir()) == []
+    assert kept(run)["state"] == "interrupted"
 
 
 @pytest.mark.long

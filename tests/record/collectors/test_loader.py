@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from textwrap import indent
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +12,7 @@ from dlprof.analysis.input.input_waits import CopiedStorages, copied_storages
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures.in_process import run_recorded
-from tests.fixtures.jobs import COMPILES_NOTHING, facts, noted, record, rows
+from tests.fixtures.jobs import facts, noted, rows
 from tests.fixtures.runs import measured
 
 pytest.importorskip("torch", reason="recording needs torch")
@@ -136,12 +135,6 @@ for persistent in (False, True) if StatefulDataLoader else ():
 ORDER: tuple[str, ...] = ("validation", "thread", "fork", "stream", "persistent", "own iter", "nested")
 ORDER += ("beside a busy thread", "broken", "broken worker", "late", "stateful", "stateful persistent")
 
-SPAWNED = """
-for method in ("spawn", "forkserver"):
-    loader = DataLoader(Slow(), 4, num_workers=1, collate_fn=collate, multiprocessing_context=method)
-    assert len(train(loader, 1)) == 12
-"""
-
 
 class Written(NamedTuple):
     """What was written of one loader: rows of `loading`, and of the batches that its workers fetched."""
@@ -225,17 +218,6 @@ def test_loaders_are_known_in_order_and_by_their_role(kinds: Path) -> None:
 @pytest.mark.parametrize("name", ["fork", "stream"])
 def test_workers(name: str, kinds: Path) -> None:
     check_workers(written(kinds, ORDER.index(name)), 2, 2)
-
-
-@pytest.mark.slow
-def test_workers_that_are_not_forked(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(COMPILES_NOTHING + HEAD + 'if __name__ == "__main__":\n' + indent(SPAWNED, "    "))
-    record(script, folder=tmp_path / "run", options=["--no-trace", "--no-sample"])
-    rank = tmp_path / "run/ranks/00000"
-    assert facts(rank)["warnings"] == []
-    for loader in (0, 1):
-        check_workers(written(rank, loader), 1, 1)
 
 
 @pytest.mark.long
