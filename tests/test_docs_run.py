@@ -48,7 +48,7 @@ NOT_RUN = {
 # Those that start jobs take tens of seconds, and run in a shell.
 STARTS = r"^dlprof (wrap|run \w|fix|sweep)|^torchrun"
 # Those of some seconds whose like runs elsewhere in any check.
-LAST = r"^dlprof (compare (?!runs/before)|scale|report .*--dask)"
+LAST = r"^dlprof (compare (?!runs/before)|report .*--dask)"
 # Blocks that are neither commands nor Python: how one begins, and the words in the code that it is printed by.
 PRINTED = {
     "3 of 1,024 ranks were read by no shard": "read by no shard",

@@ -140,8 +140,7 @@ CAUTIOUS = ("float32",)
 
 # One fault of each kind; all others, each of some seconds, run before a release.
 ALWAYS = (
-    "checkpoints", "float32", "foreach_optimizer", "garbage", "item_every_step", "no_workers", "pageable", "recompiles",
-    "tiny_kernels", "waits_for_stream",
+    "checkpoints", "float32", "garbage", "item_every_step", "no_workers", "recompiles", "tiny_kernels",
 )  # fmt: skip
 
 
@@ -204,7 +203,7 @@ def test_what_the_blocks_do_is_in_them(tmp_path: Path, name: str, rule: str) -> 
     assert first.share > 0.8
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_the_script_does_between_modules_is_in_none(tmp_path: Path) -> None:
     assert found_in(tmp_path, "slow_python", "step_python") == ()
     result = dlprof.open(tmp_path / "run").result

@@ -79,8 +79,8 @@ def test_the_report_of_what_shards_read_is_the_same(job: Path) -> None:
     assert files_of(job.parent) == kept  # nothing was read again
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param("dlrm_v100_8ranks", marks=pytest.mark.slow), "nsys"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dlrm_v100_8ranks", "nsys"])
 def test_the_report_of_real_traces_is_the_same(name: str, tmp_path: Path) -> None:
     if not (TRACES / name).is_dir():
         pytest.skip(f"needs {name} beside the repository")

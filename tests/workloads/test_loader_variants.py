@@ -35,10 +35,10 @@ def test_every_storage_holds_the_same_records(data: Path, storage: str) -> None:
     assert sums[0] == pytest.approx(sums[1], rel=1e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(["--storage", "mapped", "--start-method", "spawn"], marks=pytest.mark.slow), ["--storage", "tar"]],
+    [["--storage", "mapped", "--start-method", "spawn"], ["--storage", "tar"]],
     ids=["spawned", "tar"],
 )
 def test_it_trains(data: Path, options: list[str]) -> None:

@@ -54,7 +54,7 @@ def _exchange(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_go_to_their_owners_and_gradients_come_back(tmp_path: object) -> None:
     spawn(_exchange, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
     (first, its), (second, others) = (torch.load(f"{tmp_path}/{rank}.pt") for rank in range(2))

@@ -54,7 +54,8 @@ def test_mistakes(words: tuple[str, ...], code: int, said: str) -> None:
     assert (ended, said in output) == (code, True)
 
 
-@pytest.mark.long
+# A sweep of a script runs in any check, and a study of runs that exist: test_sweep.py, tests/test_docs_run.py.
+@pytest.mark.slow
 def test_a_script_on_one_and_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     script = tiny(tmp_path, RANKS)

@@ -224,7 +224,7 @@ def test_py_spy_goes_when_all_of_dlprof_is_killed(tmp_path: Path) -> None:
     assert not list(rank.glob("stacks*"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_permission_one_line_says_so(tmp_path: Path) -> None:
     if os.geteuid() or subprocess.run(["setpriv", "--version"], capture_output=True, check=False).returncode:
         pytest.skip("only root can give up the permission, with setpriv")
