@@ -58,18 +58,9 @@ def judged(folder: Path) -> list[str]:
     return [f"{part.name}: {part.why}" for part in parts if part.state == "failed"]
 
 
-def marked(archive: Path, name: str) -> Any:
-    """Return a recording as a parameter: the first of each kind, and every fifth advice, are always read."""
-    kind = name.partition("-")[0]
-    alike = [(a, n) for a in ARCHIVES for n in names(a) if n.partition("-")[0] == kind]
-    first = alike.index((archive, name)) % (5 if kind == "advice" else len(alike)) == 0
-    return pytest.param(archive, name, marks=pytest.mark.long if first else pytest.mark.slow)
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("archive", "name"),
-    [marked(a, n) for a in ARCHIVES for n in names(a)],
-    ids=lambda value: getattr(value, "name", value),
+    ("archive", "name"), [(a, n) for a in ARCHIVES for n in names(a)], ids=lambda value: getattr(value, "name", value)
 )
 def test_a_report_agrees_with_the_gpu(tmp_path: Path, archive: Path, name: str) -> None:
     fixtures.unpack(archive, tmp_path)
@@ -86,7 +77,7 @@ H200 = TRACES / "h200/checks/2/recordings-nvidia_h200-1.tar.gz"
 
 @pytest.mark.long
 @pytest.mark.skipif(not H200.is_file(), reason="the recordings of an H200 are not here (../shared/traces)")
-@pytest.mark.parametrize("name", ["ranks-gloo", pytest.param("rate-upload", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["ranks-gloo", "rate-upload"])
 def test_what_dlprof_did_not_say_of_an_h200_it_says_now(tmp_path: Path, name: str) -> None:
     fixtures.unpack(H200, tmp_path)
     assert judged(tmp_path / name) == []

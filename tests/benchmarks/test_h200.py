@@ -69,14 +69,7 @@ class Diagnosed(NamedTuple):
     cures: Result
 
 
-# One of each kind of cause: layout, loader, copies; all others run before a release.
-ALWAYS = ("g02_resnet_layout", "g05_loader", "g07_pageable", "g07_pageable_fixed")
-
-
-@pytest.fixture(
-    scope="module",
-    params=[name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in (*TRUTHS, *MENDED)],
-)
+@pytest.fixture(scope="module", params=[*TRUTHS, *MENDED])
 def recording(request: pytest.FixtureRequest) -> Diagnosed:
     measured = measure(open_run(H200 / request.param), wanted(RULES), 1)
     result = diagnosed(measured, RULES)
