@@ -7,7 +7,7 @@ line look it up here with `known`. Without an entry they name the line and say t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -28,7 +28,9 @@ class Idiom:
     "function (file)". `doing`: where such a line stands. `first`: the line is needless work, so that its remedy comes
     before more workers; else it is work that somebody has to do. `last`: what the line calls says more than its source.
     `around`: as `frames`, but whatever is called within it. `unless`: as `frames`, of what the line must not call.
-    `loops`: it is one of a loop whose turns could be done at once. `beside`: the lines around it are part of it.
+    `loops`: it is one of a loop whose turns could be done at once. `beside`: the lines around it are part of it. Of
+    lines of which is known what they call: `only`: as `frames`, of each operator; `often`: it calls so many operators
+    in a step.
     """
 
     name: str
@@ -44,6 +46,12 @@ class Idiom:
     unless: str = ""
     loops: bool = False
     beside: bool = False
+    only: str = ""
+    often: int = 0
+
+    def fits(self, operators: Collection[str], calls: int) -> bool:
+        """Return whether a line that calls these operators, so many times together, can be this."""
+        return calls >= self.often and all(re.match(self.only, name) for name in operators)
 
 
 _PYTORCH = "https://docs.pytorch.org/docs/stable/"
@@ -158,7 +166,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "group it by that column once, in `__init__`, and look the key up (`rows = dict(list(frame.groupby(column)))`)",
         "https://pandas.pydata.org/docs/user_guide/groupby.html",
         (*DATA, *START, *START_WORKER, *LOOP),
-        source=r"(\b\w+)[\w.]*\[\s*\1[\w.]*(\[[\"'][^\]]*\]|\.\w+)\s*(==|\.eq\(|\.isin\()|\.query\(",
+        source=r"(\b\w+)[\w.]*\[\s*\1[\w.]*(\[[\"'][^\]]*\]|\.\w+)\s*(==|\.eq\(|\.isin\()|\.query\(f?[\"']",
     ),
     Idiom(
         "dates_made",
@@ -341,6 +349,8 @@ IDIOMS: tuple[Idiom, ...] = (
         ("forward",),
         source=r"\b(arange|linspace|meshgrid|tril|triu|eye|ones|full)\(|\b(\w+)\.sin\(\).*\b\2\.cos\(\)"
         r"|\bsin\((\w+)\).*\bcos\(\3\)",
+        unless=r"torch/nn/(modules/(?!module)|functional)",
+        only=r"(?!.*(mm|bmm|conv\w*|linear|matmul|embedding\w*|attention\w*|layer_norm|batch_norm)$)",
     ),
     Idiom(
         "pairs_expanded",
@@ -414,7 +424,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "makes an array longer, and copies all of it each time",
         "collect the parts in a list, and join them once at the end",
         "https://numpy.org/doc/stable/reference/generated/numpy.append.html",
-        (*DATA, *LOOP, *START),
+        (*DATA, "rest", *START),
         source=r"\b(np|numpy)\.(append|insert)\("
         r"|(?P<grown>[\w.]+) = (np\.concatenate|np\.[vh]stack|torch\.cat|pd\.concat)\([\[(](?P=grown),",
     ),
@@ -744,6 +754,7 @@ IDIOMS: tuple[Idiom, ...] = (
         LOOP,
         # A state that is made of a state: h = tanh(… h …).
         source=rf"\bweight_(ih|hh)|\b{_STATE}\w*(, \w+)* = (?=.*\b{_STATE}\w*\b(?!\()).*(tanh|sigmoid|[Cc]ell)\w*\(",
+        often=30,
     ),
     Idiom(
         "histograms",
@@ -779,7 +790,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "keep the metric's state instead of all outputs (sums, counts, bins: `thresholds=` of torchmetrics), and"
         " compute it once an epoch",
         "https://lightning.ai/docs/torchmetrics/stable/pages/overview.html",
-        LOOP,
+        ("rest",),
         source=r"\btorch\.(cat|stack)\(\w*(all|scores?|preds?|outputs?|labels?|targets?|losses)\w*\)|\.compute\(\)",
         frames=r"torchmetrics[/\\]|sklearn[/\\]metrics",
     ),

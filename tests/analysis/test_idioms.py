@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlprof.analysis.idioms import FILTERED, IDIOMS, known
+from dlprof.analysis.idioms import BY_NAME, FILTERED, IDIOMS, known
 
 LIBRARY = "/env/lib/python3.11/site-packages/"
 
@@ -22,6 +22,16 @@ LINES = [
     ("worker", "values = ast.literal_eval(self.texts[index])", "", "numbers_parsed"),
     ("fetch", "x = [float(word) for word in line.split()]", "", "numbers_parsed"),
     ("fetch", "model.eval()", "", ""),
+    ("forward", "scores = self.query(x) @ self.key(x).transpose(1, 2)", "", ""),
+    ("rest", 'rows = table.query("…")', "", "table_searched"),
+    ("forward", "x = torch.cat([x, skip], 1)", "", ""),
+    ("forward", "x = torch.stack(outputs).mean(0)", "", ""),
+    (
+        "forward",
+        "x = self.body(x + self.places(torch.arange(n)))",
+        f"Linear.forward ({LIBRARY}torch/nn/modules/linear.py:130)",
+        "",
+    ),
     ("worker", "times = pd.date_range(start, periods=n, freq=freq)", "", "dates_made"),
     ("worker", "day = f(index)", f"DatetimeIndex.day ({LIBRARY}pandas/core/indexes/datetimes.py:9)", "dates_made"),
     ("worker", "rows = f(a) * 60 + b", f"new_method ({LIBRARY}pandas/core/ops/common.py:85)", "pandas_by_sample"),
@@ -216,6 +226,22 @@ LINES = [
 def test_a_line_is_known_by_its_source_or_by_what_it_calls(doing: str, source: str, frames: str, name: str) -> None:
     found = known(source, tuple(filter(None, frames.split(";"))), doing)
     assert (found.name if found else "") == name
+
+
+@pytest.mark.parametrize(
+    ("name", "operators", "calls", "fits"),
+    [
+        ("constants_anew", ["aten::arange", "aten::sin", "aten::cos"], 3, True),
+        ("constants_anew", ["aten::arange", "aten::embedding", "aten::add"], 3, False),  # what is looked up takes it
+        ("constants_anew", ["aten::ones", "aten::addmm"], 2, False),
+        ("recurrence_by_hand", ["aten::addmm", "aten::tanh"], 60, True),
+        ("recurrence_by_hand", ["aten::addmm", "aten::tanh"], 2, False),  # a layer whose output is called h
+    ],
+)
+def test_what_a_line_calls_may_tell_that_it_is_something_else(
+    name: str, operators: list[str], calls: int, fits: bool
+) -> None:
+    assert BY_NAME[name].fits(operators, calls) == fits
 
 
 def test_every_entry_has_a_line_that_shows_it() -> None:

@@ -26,7 +26,7 @@ from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import NotMeasured
 
 _AT = ("phase", "after", "file", "line", "function", "source", "calls")
-_COLUMNS = [*_AT, "forward_ns", "backward_ns", "of_ns", "gain_ns"]
+_COLUMNS = [*_AT, "operators", "forward_ns", "backward_ns", "of_ns", "gain_ns"]
 
 # Of lines with less than this share of what all operators take, no gain is replayed.
 _NOTABLE = 0.05
@@ -43,7 +43,7 @@ def line_work(
     shorter_kernels: Maybe[Callable[..., float]] = maybe(shorter_kernels),
 ) -> pd.DataFrame:
     """Return the lines that call operators, the one that takes most first: phase, after, file, line, function, source,
-    calls, forward_ns, backward_ns, of_ns (what all operators take) and gain_ns.
+    calls, operators (their names), forward_ns, backward_ns, of_ns (what all operators take) and gain_ns.
 
     Times are those of a mean steady traced step, ns: on a device of the kernels that the operators launch, on a CPU of
     the operators themselves. Lines that call operators of one name share its time by the bytes that they move there,
@@ -71,7 +71,7 @@ def line_work(
             kept = 1.0 - np.array([shares.get(str(n), 0.0) for n in of])
             left = pd.Series(kept[code], operator_work.index).reindex(kernels.get().index, fill_value=1.0)
             gain = shorter((left < 1.0).to_numpy(), left.to_numpy())
-        rows.append((*(one[key] for key in _AT), forward, back, of_ns, gain))
+        rows.append((*(one[key] for key in _AT), " ".join(shares), forward, back, of_ns, gain))
     frame = pd.DataFrame(rows, columns=_COLUMNS)
     order = (frame["forward_ns"] + frame["backward_ns"]).sort_values(ascending=False, kind="stable").index
     return frame.loc[order].reset_index(drop=True)

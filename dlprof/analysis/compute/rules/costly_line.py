@@ -76,7 +76,9 @@ def _traced(lines: Frame) -> _Found:
         for one in near.assign(other=~own).sort_values("other", kind="stable").to_dict("records"):
             known = idioms.known(str(one["source"]), (f"{one['function']} ()",), one["phase"] or "rest")
             # What the stacks would have to tell, as whether a loop is one over elements, no source does.
-            if known is not None and known.first and not known.last and (known.beside or not one["other"]):
+            if known is None or not known.first or known.last or (one["other"] and not known.beside):
+                continue
+            if known.fits(str(one["operators"]).split(), int(one["calls"])):
                 ns = near["forward_ns"] + near["backward_ns"]
                 at = Place(one["file"], one["line"], one["function"])
                 also = (place,) if one["other"] else ()
