@@ -45,7 +45,7 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
     shown = [paint(line, "33") for line in _brief(notices[:_SHOWN_NOTICES], width, "  ! ")]
     if len(notices) > _SHOWN_NOTICES:
         shown += wrap(f"… {len(notices) - _SHOWN_NOTICES} more warnings (-v)", width, "    ")
-    why = wrap(one.why, width, "  ")[:3] if one.why else []
+    why = _first(wrap(one.why, width, "  "), 3, width, "  ") if one.why else []
     place = _first(wrap(one.place, width, "  "), 1, width, "  ") if one.place else []
     code = _first(wrap(one.detail, width, "    → ", "      "), 2, width, "      ") if one.detail else []
     edit = [_coloured(_cut(line, width, "    "), line, paint) for line in one.diff[:8]]

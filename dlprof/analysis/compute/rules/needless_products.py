@@ -79,7 +79,7 @@ _KINDS: Mapping[str, tuple[str, str]] = {
         "`torch.nn.functional.embedding(index, weight)`, or `weight[index]`; to count them, `torch.bincount`",
     ),
     "one_hot_given": (
-        "multiplies one-hot rows, as those of an identity matrix, which only selects rows of the other matrix",
+        "multiplies one-hot rows, as an identity matrix has, which only selects rows",
         "`torch.nn.functional.embedding(index, weight)`, or `weight[index]`; where each row has a number of its own,"
         " the weight itself",
     ),
