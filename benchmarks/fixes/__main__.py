@@ -9,6 +9,7 @@ scripts are small ones of the usual kinds; with --faults those of workloads/ wit
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -98,6 +99,22 @@ SMALL = (
     _script("healthy_table", "nothing is wrong"),
     _script("healthy_images", "nothing is wrong"),
 )
+
+
+# Of benchmarks/causes: those whose mistake an edit of code cures.
+CURED = """
+animal_tracks book_ratings collected_each_step copied_annotations dataframe_rows denormals ema graded_validation
+kitchen_clips lander_dqn list_to_tensor next_item pairs_expanded pedestrians replay_deque session_gru slices
+station_demand tensor_rows triplet_search whole_column zip_open
+"""
+
+
+def cured() -> list[Case]:
+    """Return the scripts of benchmarks/causes whose mistake an edit of code cures."""
+    said = {name: ast.get_docstring(ast.parse((CAUSES / f"{name}.py").read_text())) or "" for name in CURED.split()}
+    return [
+        _script(name, text.partition(". ")[0][0].lower() + text.partition(". ")[0][1:]) for name, text in said.items()
+    ]
 
 
 def faults() -> list[Case]:
@@ -280,6 +297,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 @click.option("--minutes", default=5.0, help="As for `dlprof fix`.")
 @click.option("--only", multiple=True, help="Only this case. Repeatable.")
 @click.option("--faults", "planted_ones", is_flag=True, help="The faults that the reference workloads plant instead.")
+@click.option("--causes", is_flag=True, help="Those of benchmarks/causes that an edit of code cures instead.")
 @click.option(
     "--field",
     "checkouts",
@@ -293,6 +311,7 @@ def main(
     minutes: float,
     only: tuple[str, ...],
     planted_ones: bool,
+    causes: bool,
     checkouts: Path | None,
     hours: float | None,
 ) -> None:
@@ -304,7 +323,8 @@ def main(
         return
     there = {row["case"] for row in rows}
     ends = time.monotonic() + 3600 * hours if hours else math.inf
-    cases: Iterable[Case] = faults() if planted_ones else public(checkouts.absolute()) if checkouts else SMALL
+    cases: Iterable[Case] = public(checkouts.absolute()) if checkouts else SMALL
+    cases = faults() if planted_ones else cured() if causes else cases
     for case in cases:
         if case.name in there or (only and case.name not in only) or time.monotonic() > ends:
             continue

@@ -1,21 +1,25 @@
 """Edits of code that cure a known idiom: what is looked for in the statement of a line, and what takes its place.
 
 Both are written as Python. A name that begins with an underscore stands for any expression (`_x_text`: for a string,
-`_x_loader`: for what is called so), `*_x` and `**_x` for further arguments. Names of modules are whole: `numpy.stack`
-finds `np.stack` where numpy was imported as np. What comes out is parsed again and compared with the tree it should
-have. Whether the training stays as it is, a trial shows: each is run, and its losses are compared.
+`_x_loader`: for what is called so, `_x_graph`: for what may be a tensor with a graph), `*_x` and `**_x` for further
+arguments. Names of modules are whole: `numpy.stack` finds `np.stack` where numpy was imported as np. What comes out is
+parsed again and compared with the tree it should have. Whether the training stays as it is, a trial shows: each is run,
+and its losses are compared.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dlprof.analysis.source import forms
 from dlprof.analysis.source.edits import Lines, NotEditable, parsed, utf8
 from dlprof.analysis.source.origins import Change
 
@@ -31,6 +35,65 @@ class Rewrite:
     def shown(self) -> str:
         """Both in one line, with names as a user writes them: "len(list(x)) → len(x)"."""
         return " → ".join(re.sub(r"(?<![\w.])_(?=[a-z])", "", " ".join(code.split())) for code in (self.find, self.put))
+
+
+@dataclass(frozen=True)
+class Written:
+    """One edit of an expression, whichever way it is written, also over several statements: see forms.py."""
+
+    find: str
+    put: str
+
+    @property
+    def shown(self) -> str:
+        """As of a Rewrite."""
+        return Rewrite(self.find, self.put).shown
+
+
+@dataclass(frozen=True)
+class Held:
+    """One edit of an expression that makes the same of `_a` each time: it reads what is made once.
+
+    `once` is made after the only statement that assigns `_a`, and kept under its name and `called`; `_kept` in `put` is
+    that. `value`: what is assigned must be such an expression. No `called`: it takes the place of `_a`.
+    """
+
+    find: str
+    once: str
+    put: str = ""
+    called: str = ""
+    value: str = "_v"
+
+    @property
+    def shown(self) -> str:
+        """As of a Rewrite."""
+        if not self.called:
+            return Rewrite(self.value, self.once.replace("_a", f"({self.value})")).shown
+        return Rewrite(self.find, self.put).shown + Rewrite(f", kept = {self.once}", "").shown.removesuffix(" → ")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A file that is opened for each sample: once in each process instead, as none may share its place in it."""
+
+    call: str  # "zipfile.ZipFile"
+
+    @property
+    def shown(self) -> str:
+        """As of a Rewrite."""
+        return f"with {self.call}(path) as file: … → file = opened(os.getpid(), path), where opened has a cache"
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A statement that is put after the imports."""
+
+    statement: str
+
+    @property
+    def shown(self) -> str:
+        """As of a Rewrite."""
+        return f"import … → {self.statement}"
 
 
 @dataclass(frozen=True)
@@ -60,6 +123,8 @@ class Decorated:
         return f"def {self.method}(…) → @{self.decorator} def {self.method}(…)"
 
 
+Edit = Rewrite | Written | Held | Opened | Begun | Wrapped | Decorated
+
 # Each parameter in a loop, and all of them in one call; within `torch.no_grad()`, as tensors that want gradients are
 # changed in place.
 _PAIRS = (
@@ -88,11 +153,121 @@ _ONE_AVERAGE = (
     "_e.copy_(_d * _e + _w * _p)",
 )
 
+# The averages over the state dict: buffers of integers are left as they are.
+_STATE = "for _k, _e in _a.state_dict().items():\n    if _e.dtype.is_floating_point:\n        {}"
+_OF_STATE = """
+with torch.no_grad():
+    _averages = {_k: _e for _k, _e in _a.state_dict().items() if _e.dtype.is_floating_point}
+    torch._foreach_mul_([*_averages.values()], _d)
+    torch._foreach_add_([*_averages.values()], [_n[_k] for _k in _averages], alpha=_w)
+"""
+_ONE_OF_STATE = (
+    "_e *= _d\n        _e += _w * _n[_k].detach()",
+    "_e *= _d\n        _e += _w * _n[_k]",
+    "_e.mul_(_d).add_(_n[_k], alpha=_w)",
+    "_e.mul_(_d).add_(_n[_k].detach(), alpha=_w)",
+    "_e.copy_(_e * _d + _w * _n[_k])",
+    "_e.copy_(_e * _d + _w * _n[_k].detach())",
+)
+
+# Attention: the scores, and the scale; what hides some of them; and what comes after the softmax.
+_SCORES = (
+    ("(torch.matmul(_q, _k.mT) / _c)", "scale=1 / _c"),
+    ("(torch.matmul(_q, _k.mT) * _s)", "scale=_s"),
+    ("torch.matmul(_q / _c, _k.mT)", "scale=1 / _c"),
+    ("torch.matmul(_q * _s, _k.mT)", "scale=_s"),
+    ("torch.matmul(_q, _k.mT)", "scale=1.0"),
+)
+_MASKED = (
+    ("SCORES", ""),
+    ("torch.masked_fill(SCORES, CAUSAL(_m), LOW)", "is_causal=True"),
+    ("torch.masked_fill(SCORES, _m == 0, LOW)", "attn_mask=_m != 0"),
+    ("torch.masked_fill(SCORES, ~_m, LOW)", "attn_mask=_m"),
+    ("torch.masked_fill(SCORES, _m, LOW)", "attn_mask=~_m"),
+    ("torch.where(CAUSAL_KEPT(_m), SCORES, LOW)", "is_causal=True"),
+    ("torch.where(_m, SCORES, LOW)", "attn_mask=_m"),
+    (
+        "WHEN(_m is not None, torch.masked_fill(SCORES, _m == 0, LOW), SCORES)",
+        "attn_mask=None if _m is None else _m != 0",
+    ),
+    ("WHEN(_m is not None, torch.masked_fill(SCORES, _m, LOW), SCORES)", "attn_mask=None if _m is None else ~_m"),
+    ("WHEN(_m is not None, SCORES + _m, SCORES)", "attn_mask=_m"),
+    ("SCORES + _m", "attn_mask=_m"),
+)
+_DROPPED = (
+    ("WEIGHTS", ""),
+    ("DROPOUT(_f, WEIGHTS)", "dropout_p=_f.p if _f.training else 0.0"),
+    ("torch.dropout(WEIGHTS, _p, _t)", "dropout_p=_p if _t else 0.0"),
+    ("F.dropout(WEIGHTS, p=_p, training=_t)", "dropout_p=_p if _t else 0.0"),
+)
+
+
+def _attentions() -> Iterator[Written]:
+    for (scores, scale), (masked, mask), (dropped, dropout) in itertools.product(_SCORES, _MASKED, _DROPPED):
+        more = ", ".join(filter(None, (mask, dropout, scale)))
+        put = f"torch.nn.functional.scaled_dot_product_attention(_q, _k, _v, {more})"
+        for dim in (-1, 3):
+            weights = f"CAST(torch.softmax(CAST({masked.replace('SCORES', scores)}), {dim}))"
+            yield Written(f"torch.matmul(CAST({dropped.replace('WEIGHTS', weights)}), _v)", put)
+
+
+_MEAN = "torch.mean(_x, -1, keepdim=True)"
+_CENTERED = f"(_x - {_MEAN})"
+_LAYER_NORMS = tuple(
+    f"{_CENTERED} {by}"
+    for variance in (
+        "torch.var(_x, -1, unbiased=False, keepdim=True)",
+        f"torch.mean({_CENTERED} ** 2, -1, keepdim=True)",
+    )
+    for by in (f"/ torch.sqrt({variance} + _e)", f"* torch.rsqrt({variance} + _e)")
+)
+_MEAN_SQUARE = "torch.mean(CAST(_x) ** 2, -1, keepdim=True)"
+_RMS_NORMS = tuple(
+    f"CAST(_x) {by}" for by in (f"* torch.rsqrt({_MEAN_SQUARE} + _e)", f"/ torch.sqrt({_MEAN_SQUARE} + _e)")
+)
+_LOG_SOFTMAX = tuple(
+    form.format(dim) for dim in (-1, 1) for form in ("F.log_softmax(_z, {0})", "torch.log(torch.softmax(_z, {0}))")
+)
+_OF_PAIRS = "(torch.sum(_x ** 2, -1).unsqueeze({1}) + torch.sum(_y ** 2, -1).unsqueeze({2}) - 2 * _x @ _y.mT)"
+_ONE_HOT = (
+    *(
+        Written(find.format("CAST(F.one_hot(_i, _n))"), put)
+        for find, put in (
+            ("torch.matmul({0}, _w)", "torch.nn.functional.embedding(_i, _w)"),
+            ("F.linear({0}, _w)", "torch.nn.functional.embedding(_i, _w.t())"),
+            ("F.linear({0}, _w, _b)", "torch.nn.functional.embedding(_i, _w.t()) + _b"),
+            (
+                "_m({0})",
+                "torch.nn.functional.embedding(_i, _m.weight.t()) + (0 if _m.bias is None else _m.bias)",
+            ),
+        )
+    ),
+)
+_BATCHES = "torch.utils.data.DataLoader(_d, sampler=torch.utils.data.BatchSampler"
+_DETACHED = (
+    Rewrite("_l.append(_x_graph)", "_l.append(_x_graph.detach())"),
+    Rewrite("_t += _x_graph", "_t += _x_graph.detach()"),
+    Rewrite("_t = _t + _x_graph", "_t = _t + _x_graph.detach()"),
+)
+_OF_TABLES = (
+    Held("_a.iloc[_i, _j]", "_a.to_numpy()", "_kept[_i, _j]", "values"),
+    Held("_a.iloc[_i][_c_text]", "_a[_c_text].to_numpy()", "_kept[_i]", "column"),
+    Held("_a[_c].iloc[_i:_j].to_numpy(*_d)", "_a[_c].to_numpy(*_d)", "_kept[_i:_j]", "values"),
+    Held("_a.iloc[_i:_j][_c].to_numpy(*_d)", "_a[_c].to_numpy(*_d)", "_kept[_i:_j]", "values"),
+    Held("_a.iloc[_i:_j].to_numpy(*_d)", "_a.to_numpy(*_d)", "_kept[_i:_j]", "values"),
+    Held("_a.iloc[_i].to_numpy(*_d)", "_a.to_numpy(*_d)", "_kept[_i]", "values"),
+    Held("_a.iloc[_i].values", "_a.to_numpy()", "_kept[_i]", "values"),
+)
+# A norm of all gradients, one after the other.
+_EACH_NORM: tuple[str, ...] = ("_p.grad.norm()", "_p.grad.norm(2)", "_p.grad.data.norm(2)", "_p.grad.detach().norm(2)")
+_EACH_NORM += ("_p.grad.detach().data.norm(2)", "_p.grad.data.norm()", "_p.grad.detach().norm()")
+_TOTAL = "_t += torch.nn.utils.get_total_norm([_p.grad for _p in _ps if _p.grad is not None]).item() ** 2"
+
 # Samples that are the same in every epoch: what the data set's method makes is kept. What the change then begins with.
 KEPT, KEEP = "samples_kept", "make each sample once and keep it"
 
 # By the name of the idiom, or of what a rule has found.
-REWRITES: Mapping[str, tuple[Rewrite | Wrapped | Decorated, ...]] = {
+REWRITES: Mapping[str, tuple[Edit, ...]] = {
     "anomaly_mode": (
         Rewrite("torch.autograd.set_detect_anomaly(True, *_a, **_k)", "torch.autograd.set_detect_anomaly(False)"),
         Rewrite("torch.autograd.set_detect_anomaly(mode=True, **_k)", "torch.autograd.set_detect_anomaly(False)"),
@@ -107,23 +282,170 @@ REWRITES: Mapping[str, tuple[Rewrite | Wrapped | Decorated, ...]] = {
         ),
         *(Rewrite(f"{pairs}{one}", _AVERAGED) for pairs in _PAIRS for one in _ONE_AVERAGE),
         *(Rewrite(f"{pairs}{one}", _DRAWN_NEAR) for pairs in _PAIRS for one in _ONE_DRAWN_NEAR),
+        *(Rewrite(_STATE.format(one), _OF_STATE) for one in _ONE_OF_STATE),
+    ),
+    "all_sorted": (
+        Written("torch.argsort(_x, _d, descending=True)[:, :_k]", "_x.topk(_k, dim=_d).indices"),
+        Written(
+            "torch.nonzero(torch.argsort(_x, 1, descending=True) == _t[:, None])[:, 1]",
+            "(_x > _x.gather(1, _t[:, None])).sum(1)",
+        ),
+    ),
+    "array_scanned": (
+        *(
+            Held(find, "{value: numpy.flatnonzero(_a == value) for value in numpy.unique(_a)}", "_kept[_x]", "rows")
+            for find in ("numpy.where(_a == _x)[0]", "numpy.flatnonzero(_a == _x)", "(_a == _x).nonzero()[0]")
+        ),
     ),
     "cache_emptied": (Rewrite("torch.cuda.empty_cache()", "pass"),),
     "collected_by_hand": (Rewrite("gc.collect(*_a)", "pass"),),
-    # The whole row is made for one value of it.
-    "dataframe_rows": (Rewrite("_f.iloc[_i][_c_text]", "_f[_c_text].iat[_i]"),),
+    # The whole row is made for one value of it. Tables whose types differ by column become arrays of objects.
+    "dataframe_rows": (
+        *_OF_TABLES,
+        Rewrite("_f.iloc[_i][_c_text]", "_f[_c_text].iat[_i]"),
+        Held("_a.iloc[_i]", '_a.to_dict("records")', "_kept[_i]", "records"),
+    ),
+    "table_sliced": _OF_TABLES,
+    "deep_copies": (Rewrite("copy.deepcopy(_x)", "copy.copy(_x)"),),
+    "denormals": (Begun("torch.set_flush_denormal(True)"),),
+    "drawn_one_by_one": (Rewrite("random.sample(_d, _k)", "random.sample([*_d], _k)"),),
+    "drawn_with_weights": (
+        Rewrite("numpy.array([_g.choice(_n, p=_p) for _i in range(_k)])", "_g.choice(_n, size=_k, p=_p)"),
+        Rewrite("[_g.choice(_n, p=_p) for _i in range(_k)]", "_g.choice(_n, size=_k, p=_p)"),
+    ),
+    "gradients_checked": (
+        *(
+            Rewrite(f"for _p in _ps:\n    {each}", _TOTAL)
+            for norm in _EACH_NORM
+            for each in (
+                f"_t += {norm}.item() ** 2",
+                f"_n = {norm}\n    _t += _n.item() ** 2",
+                f"if _p.grad is not None:\n        _t += {norm}.item() ** 2",
+                f"if _p.grad is not None:\n        _n = {norm}\n        _t += _n.item() ** 2",
+            )
+        ),
+        *(
+            Rewrite(f"for _p in _m.parameters():\n    {each}", "torch.nn.utils.clip_grad_value_(_m.parameters(), _c)")
+            for each in (
+                "_p.grad.data.clamp_(-_c, _c)",
+                "_p.grad.clamp_(-_c, _c)",
+                "_p.grad.data.clamp_(min=-_c, max=_c)",
+            )
+        ),
+    ),
+    "list_searched": (
+        Held("_a.index(_x)", "{value: n for n, value in reversed([*enumerate(_a)])}", "_kept[_x]", "places"),
+        Held("_x in _a", "{*_a}", "_x in _kept", "set"),
+        Held("_x not in _a", "{*_a}", "_x not in _kept", "set"),
+    ),
     # Only with the type: NumPy's and PyTorch's of numbers of Python are others.
     "list_of_arrays": (Rewrite("torch.tensor(_x, dtype=_d)", "torch.from_numpy(numpy.array(_x)).to(_d)"),),
     # Each worker keeps those that it made, as long as it lives.
     KEPT: (Decorated("__getitem__", 2, "functools.cache"),),
+    "log_determinant": (
+        *(
+            Written(find, "2 * torch.linalg.cholesky(_a).diagonal(dim1=-2, dim2=-1).log().sum(-1)")
+            for find in ("torch.logdet(_a)", "torch.log(torch.det(_a))", "torch.slogdet(_a)[1]")
+        ),
+    ),
     "loader_counted": (
         Rewrite("len(list(_x_loader))", "len(_x_loader)"),
         Rewrite("sum(1 for _e in _x_loader)", "len(_x_loader)"),
     ),
+    # A file of arrays, of which each is read and unpacked anew whenever it is named.
+    "npz_member": (Held("_a[_k]", "dict(_a)", value="numpy.load(*_x, **_k)"),),
+    "pairs_expanded": (
+        *(
+            Written(f"torch.sum(({x} - {y}) ** 2, {dim})", _OF_PAIRS.format(0, a, b))
+            for a, b, dims in ((1, 0, (-1, 2)), (2, 1, (-1, 3)), (-2, -3, (-1,)))
+            for dim in dims
+            for x, y in (
+                (f"_x.unsqueeze({a})", f"_y.unsqueeze({b})"),
+                (f"_x.unsqueeze({a}).expand(_1, _2, _3, _4)", f"_y.unsqueeze({b}).expand(_5, _6, _7, _8)"),
+            )
+        ),
+    ),
+    "rows_of_tensors": (
+        Rewrite(
+            "torch.utils.data.DataLoader(_d, batch_size=_b, shuffle=True, **_k)",
+            f"{_BATCHES}(torch.utils.data.RandomSampler(_d), _b, False), batch_size=None, **_k)",
+        ),
+        Rewrite(
+            "torch.utils.data.DataLoader(_d, batch_size=_b, shuffle=True, drop_last=_l, **_k)",
+            f"{_BATCHES}(torch.utils.data.RandomSampler(_d), _b, _l), batch_size=None, **_k)",
+        ),
+        Rewrite(
+            "torch.utils.data.DataLoader(_d, batch_size=_b, **_k)",
+            f"{_BATCHES}(torch.utils.data.SequentialSampler(_d), _b, False), batch_size=None, **_k)",
+        ),
+    ),
+    "table_searched": (Held("_a[_a[_c_text] == _x]", "dict([*_a.groupby(_c_text)])", "_kept[_x]", "groups"),),
+    # What a worker hands on is then no part of a larger storage, all of which is copied.
+    "copied_storages": (
+        Rewrite("_x[_a:_b]", "_x[_a:_b].clone()"),
+        Rewrite("_x[:_b]", "_x[:_b].clone()"),
+        Rewrite("_x[_a:]", "_x[_a:].clone()"),
+        Rewrite("_x.narrow(*_a)", "_x.narrow(*_a).clone()"),
+        Rewrite("return _x[_i]", "return _x[_i].clone()"),
+    ),
+    "growing_steps": _DETACHED,
+    "one_hot_input": _ONE_HOT,
+    "unfused_activation": (
+        *(
+            Written(f"0.5 * {x} * (1 + torch.tanh({inner}))", 'torch.nn.functional.gelu(_x, approximate="tanh")')
+            for x in ("_x",)
+            for inner in (
+                "_c * (_x + 0.044715 * torch.pow(_x, 3))",
+                "_c * _x * (1 + 0.044715 * _x ** 2)",
+                "_c * _x * (1 + 0.044715 * _x * _x)",
+            )
+        ),
+        *(
+            Written(f"0.5 * _x * (1 + torch.erf({inner}))", "torch.nn.functional.gelu(_x)")
+            for inner in ("_x / math.sqrt(2)", "_x * _c", "_x / _c")
+        ),
+        Written("_x * torch.sigmoid(_x)", "torch.nn.functional.silu(_x)"),
+        Written("_x * torch.tanh(F.softplus(_x))", "torch.nn.functional.mish(_x)"),
+    ),
+    "unfused_attention": (*_attentions(),),
+    "unfused_loss": (
+        *(
+            Written(form.format(logs), "torch.nn.functional.cross_entropy(_z, _t)")
+            for logs in _LOG_SOFTMAX
+            for form in (
+                "F.nll_loss({0}, _t)",
+                "-torch.mean({0}.gather(1, _t.unsqueeze(1)))",
+                "-torch.mean({0}.gather(-1, _t.unsqueeze(-1)))",
+                "torch.mean(-{0}.gather(1, _t.unsqueeze(1)))",
+                "-torch.mean({0}[torch.arange(_n), _t])",
+                "-torch.mean({0}[range(_n), _t])",
+                "-torch.mean(torch.sum(F.one_hot(_t, _n) * {0}, 1))",
+                "-torch.mean(torch.sum(CAST(F.one_hot(_t, _n)) * {0}, -1))",
+            )
+        ),
+    ),
+    "unfused_norm": (
+        *(
+            Written(f"_w * ({norm}) + _b", "torch.nn.functional.layer_norm(_x, _w.shape, _w, _b, _e)")
+            for norm in _LAYER_NORMS
+        ),
+        *(Written(norm, "torch.nn.functional.layer_norm(_x, _x.shape[-1:], eps=_e)") for norm in _LAYER_NORMS),
+        *(
+            Written(f"_w * {norm}", "torch.nn.functional.rms_norm(_x, _w.shape, _w, _e)")
+            for one in _RMS_NORMS
+            for norm in (one, f"CAST({one})")
+        ),
+        *(Written(norm, "torch.nn.functional.rms_norm(_x, _x.shape[-1:], eps=_e)") for norm in _RMS_NORMS),
+    ),
+    # One sample of a column, of which all would be converted.
+    "whole_column": (Rewrite("_t[_c_text][_i]", "_t[_i][_c_text]"),),
+    "hdf5_opened": (Opened("h5py.File"),),
+    "zip_opened": (Opened("zipfile.ZipFile"),),
     # A tensor that was made in inference mode is refused in training, as one that a module keeps: so not that.
     "validation_share": (Wrapped("with torch.no_grad():", ("backward", "step")),),
 }
-_ROOTS = ("torch", "numpy", "gc", "functools")
+_WITHOUT_GRAPH = re.compile(r"\.(detach|item|tolist|numpy|cpu)\(\)$|^(float|int|len)\(")
+_ROOTS = ("torch", "numpy", "gc", "functools", "random", "copy")
 # Fields of the syntax tree that say nothing of what a program does, or that differ by where an expression stands.
 _IGNORED = ("ctx", "type_comment", "type_ignores", "kind")
 
@@ -134,19 +456,51 @@ def rewritten(source: bytes, file: str, line: int, name: str) -> list[Change]:
     tree = parsed(text)
     try:
         imports = _imports(tree)
-        for one in REWRITES.get(name, ()):
-            if isinstance(one, Wrapped):
-                return [_wrapped(text, tree, one, line, imports, file)]
-            if isinstance(one, Decorated):
-                return _decorated(text, tree, one, line, imports, file)
-            pattern = _body(one.find)
-            for node in _around(tree, line):
-                found: dict[str, Any] = {}
-                if _same(pattern, node, found, imports):
-                    return [_replaced(text, tree, node, _body(one.put), found, imports, file)]
+        edits = REWRITES.get(name, ())
+        if found := _written(text, tree, [one for one in edits if isinstance(one, Written)], line, imports, file):
+            return found
+        why = NotEditable("it is written in a way that no edit of code is known for")
+        for one in edits:
+            with _noted(why):
+                if isinstance(one, Wrapped):
+                    return [_wrapped(text, tree, one, line, imports, file)]
+                if isinstance(one, Decorated):
+                    return _decorated(text, tree, one, line, imports, file)
+                if isinstance(one, Held) and (found := _held(text, tree, one, line, imports, file)):
+                    return found
+                if isinstance(one, Opened) and (found := _opened(text, tree, one, line, imports, file)):
+                    return found
+                if isinstance(one, Begun):
+                    return _replaced_all(Lines(text), tree, [], file, ast.parse(one.statement).body)
+                if isinstance(one, Rewrite) and (found := _rewritten(text, tree, one, line, imports, file)):
+                    return found
     except RecursionError:
         raise NotEditable("it is nested too deeply") from None
-    raise NotEditable("it is written in a way that no edit of code is known for")
+    raise why
+
+
+@contextmanager
+def _noted(why: NotEditable) -> Iterator[None]:
+    """Keep why one edit cannot be made, as another one may."""
+    try:
+        yield
+    except NotEditable as error:
+        why.args = error.args
+
+
+def _rewritten(
+    text: bytes, tree: ast.Module, one: Rewrite, line: int, imports: Mapping[str, str], file: str
+) -> list[Change]:
+    """Return the edits of all expressions of a line's statement that are so, or of the one statement; []: none is."""
+    pattern, put, made = _body(one.find), _body(one.put), set[Change]()
+    for node in _around(tree, line):
+        found: dict[str, Any] = {}
+        if _same(pattern, node, found, imports):
+            made.add(_replaced(text, tree, node, put, found, imports, file))
+            if isinstance(node, ast.stmt) or isinstance(put, ast.stmt):
+                break
+    apart = [m for m in made if not any(o is not m and o.begin <= m.begin and m.end <= o.end for o in made)]
+    return sorted(apart, key=lambda change: change.begin)
 
 
 def _body(code: str) -> ast.stmt | ast.expr:
@@ -203,6 +557,10 @@ def _same(pattern: object, node: object, found: dict[str, Any], imports: Mapping
         if not isinstance(node, ast.expr) or isinstance(node, (ast.Slice, ast.Starred)):
             return False
         if pattern.id.endswith("_text") and not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            return False
+        if pattern.id.endswith("_graph") and (
+            isinstance(node, ast.Constant) or _WITHOUT_GRAPH.search(ast.unparse(node))
+        ):
             return False
         if pattern.id.endswith("_loader") and "loader" not in ast.unparse(node).lower():
             return False
@@ -266,13 +624,18 @@ class _Filled(ast.NodeTransformer):
         """Put in an expression, or how the file names a module."""
         if node.id in self.found:
             expression = deepcopy(self.found[node.id])
-            expression.ctx = ast.Load()  # of a target, its value
+            expression.ctx = node.ctx  # of a target, its value
             return expression  # type: ignore[no-any-return]
         if node.id in _ROOTS:
             if node.id not in self.names:
                 raise NotEditable(f"{node.id} is not imported there")
             return ast.Name(self.names[node.id], ast.Load())
         return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Put in the shortest name that the file has of what is of a module: `F.gelu`."""
+        name = self.names.get(_path(node, _OWN))
+        return ast.Name(name, ast.Load()) if name else self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Put in further arguments."""
@@ -302,8 +665,7 @@ def _replaced(
         if whole is None:
             raise NotEditable("its value is used")
         node = whole
-    names = {path: name for name, path in imports.items() if path in _ROOTS}
-    new = _Filled(found, names).visit(deepcopy(put))
+    new = _Filled(found, {path: name for name, path in imports.items()}).visit(deepcopy(put))
     code = ast.unparse(ast.fix_missing_locations(new)).encode()
     lines = Lines(text)
     if isinstance(node, ast.stmt):
@@ -324,8 +686,9 @@ def _wrapped(text: bytes, tree: ast.Module, one: Wrapped, line: int, imports: Ma
         raise NotEditable(f"{min(found)} is called in it")
     lines = Lines(text)
     indent = _indent(lines, loop)
-    names = {path: name for name, path in imports.items() if path in _ROOTS}
-    block = _Filled({}, names).visit(ast.parse(f"{one.block}\n    pass").body[0])
+    block = _Filled({}, {path: name for name, path in imports.items()}).visit(
+        ast.parse(f"{one.block}\n    pass").body[0]
+    )
     header = ast.unparse(ast.fix_missing_locations(block)).split("\n")[0].encode()
     newline = b"\r\n" if b"\r\n" in text else b"\n"
     begin, end = lines.at(loop.lineno, loop.col_offset), lines.at(loop.end_lineno or 0, loop.end_col_offset or 0)
@@ -373,6 +736,289 @@ def _decorated(
     if ast.dump(ast.parse(made)) != ast.dump(tree):
         raise NotEditable("it is written in a way that is not edited")
     return edits
+
+
+def _written(
+    text: bytes, tree: ast.Module, edits: Sequence[Written], line: int, imports: Mapping[str, str], file: str
+) -> list[Change]:
+    """Return the edits that put another expression in the place of one that a line is part of; []: none is so."""
+    wanted = [(forms.pattern(one.find), one) for one in edits]
+    function = _innermost(tree, line, (ast.FunctionDef, ast.AsyncFunctionDef)) or tree
+    block = next((b for b in _blocks(function) if b[0].lineno <= line <= (b[-1].end_lineno or 0)), []) if wanted else []
+    scope = forms.Scope(imports, _buffers(_innermost(tree, line, (ast.ClassDef,))))
+    for scope.at, statement in enumerate(block):
+        whole = not hasattr(statement, "body")
+        for node in ast.walk(statement) if whole and (statement.end_lineno or 0) >= line else ():
+            if not isinstance(node, ast.expr):
+                continue
+            term = scope.term(node)
+            for want, one in wanted:
+                for found in forms.matches(want, term, forms.Found()):
+                    gone = [block[n] for n in sorted(found.within)]
+                    if not any(a.lineno <= line <= (a.end_lineno or 0) for a in (*gone, statement)):
+                        continue
+                    if not _may_go(function, block, scope.at, node, found):
+                        continue
+                    names = {name: term.origin for name, term in found.names.items()}
+                    new = _Filled(names, {path: name for name, path in imports.items()}).visit(_body(one.put))
+                    return _replaced_all(Lines(text), tree, [(node, new), *((one, None) for one in gone)], file)
+        scope.assign(statement)
+    return []
+
+
+def _innermost(tree: ast.AST, line: int, kinds: tuple[type[ast.stmt], ...]) -> Any:
+    """Return the innermost statement of some kinds around a line; None: there is none."""
+    around = [n for n in ast.walk(tree) if isinstance(n, kinds) and n.lineno <= line <= (n.end_lineno or 0)]
+    return max(around, key=lambda one: one.lineno, default=None)
+
+
+def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Yield the blocks of statements of a tree, the inner ones before those around them."""
+    for node in reversed([*ast.walk(tree)]):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
+                yield block
+
+
+def _buffers(owner: ast.AST | None) -> dict[str, ast.expr]:
+    """Return what a module of a class registers as its buffers, by their names."""
+    calls = [n for n in ast.walk(owner) if isinstance(n, ast.Call)] if owner is not None else []
+    registers = [c for c in calls if ast.unparse(c.func) == "self.register_buffer" and len(c.args) > 1]
+    return {str(c.args[0].value): c.args[1] for c in registers if isinstance(c.args[0], ast.Constant)}
+
+
+def _may_go(function: ast.AST, block: Sequence[ast.stmt], at: int, whole: ast.expr, found: forms.Found) -> bool:
+    """Return whether the statements that were looked into are needed by no other, and what is left has its values.
+
+    `whole`: the expression of the statement `at` that is replaced.
+    """
+    stored = [{n.id for n in ast.walk(one) if isinstance(n, ast.Name) and not _is_read(n)} for one in block]
+    for term in found.names.values():
+        read = {n.id for n in ast.walk(term.origin) if isinstance(n, ast.Name)} if term.origin is not None else set()
+        if term.origin is None or any(read & stored[n] for n in range(term.at, at) if n not in found.within):
+            return False
+    gone = {id(node) for one in (whole, *(block[n] for n in found.within)) for node in ast.walk(one)}
+    for n in found.within:
+        (name,) = stored[n]
+        until = next((m for m in range(n + 1, len(block)) if m not in found.within and name in stored[m]), None)
+        if until is not None and not isinstance(block[until], (ast.Assign, ast.AnnAssign)):
+            return False
+        begin, end = block[n].lineno, (block[until].end_lineno or 0) if until is not None else 1 << 60
+        reads = (one for one in ast.walk(function) if isinstance(one, ast.Name) and one.id == name and _is_read(one))
+        if any(id(one) not in gone and begin <= one.lineno <= end for one in reads):
+            return False
+    return True
+
+
+def _is_read(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def _held(text: bytes, tree: ast.Module, one: Held, line: int, imports: Mapping[str, str], file: str) -> list[Change]:
+    """Return the edits that make once what an expression of a line makes anew each time; []: it is written otherwise.
+
+    Raises NotEditable where what it is made of may change, or is not known where it is assigned.
+    """
+    owner, function = _innermost(tree, line, (ast.ClassDef,)), _innermost(tree, line, (ast.FunctionDef,))
+    pattern = _body(one.find)
+    for node in _around(tree, line):
+        found: dict[str, Any] = {}
+        if isinstance(node, ast.expr) and _same(pattern, node, found, imports):
+            source = found["_a"]
+            of_self = isinstance(source, ast.Attribute) and ast.unparse(source.value) == "self"
+            if isinstance(source, ast.Name) or (of_self and owner):
+                break
+    else:
+        return []
+    statement: ast.stmt | None = None
+    spaces = [owner] if of_self else [function, tree] if function else [tree]
+    for space in spaces:
+        statement = _assignment(space, source)
+        if statement is not None:
+            break
+    if isinstance(source, ast.Name) and not _is_repeated(function or tree, node, statement):
+        raise NotEditable("it is made once as it is")
+    after = statement
+    if statement is None or not isinstance(statement, ast.FunctionDef):
+        value = getattr(statement, "value", None)
+        if value is None or not _same(_body(one.value), value, {}, imports):
+            raise NotEditable("it is not known what is assigned there")
+    elif one.value != "_v":
+        raise NotEditable("it is not known what is given there")
+    given = [node for key, node in found.items() if key in one.once and key != "_a"]
+    names = {n.id for n in ast.walk(ast.Tuple(given)) if isinstance(n, ast.Name)}
+    if names & {n.id for n in ast.walk(function or tree) if isinstance(n, ast.Name) and not _is_read(n)} or (
+        function and names & {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)}
+    ):
+        raise NotEditable("what it is made of is not known before")
+    kept = deepcopy(source)
+    if isinstance(kept, ast.Name):
+        kept.id += one.called and f"_{one.called}"
+    else:
+        kept.attr += one.called and f"_{one.called}"
+    kept.ctx = ast.Load()
+    if one.called and ast.unparse(kept) in {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, type(kept))}:
+        raise NotEditable(f"{ast.unparse(kept)} is something else there")
+    fill = _Filled({**found, "_kept": kept}, {path: name for name, path in imports.items()})
+    target = deepcopy(kept)
+    target.ctx = ast.Store()
+    made = ast.Assign([target], fill.visit(_body(one.once)))
+    changes: list[tuple[ast.AST, Any]] = []
+    known = {key: found[key] for key in found if key == "_a" or key in one.once}
+    for other in ast.walk(function or tree) if one.put else ():  # all that read the same
+        values = dict(known)
+        if isinstance(other, ast.expr) and _same(pattern, other, values, imports):
+            changes.append((other, _Filled({**values, "_kept": kept}, fill.names).visit(_body(one.put))))
+    return _replaced_all(Lines(text), tree, changes, file, [made], after)
+
+
+def _opened(
+    text: bytes, tree: ast.Module, one: Opened, line: int, imports: Mapping[str, str], file: str
+) -> list[Change]:
+    """Return the edits that open a file once in each process; []: none is opened in that line.
+
+    Raises NotEditable where what is written into it might be lost, or where that cannot be written.
+    """
+    owner = _innermost(tree, line, (ast.With,))
+    if owner is None or len(owner.items) != 1:
+        return []
+    (item,), (package, _, _) = owner.items, one.call.partition(".")
+    call, name = item.context_expr, item.optional_vars
+    if not (isinstance(call, ast.Call) and _path(call.func, imports) == one.call and isinstance(name, ast.Name)):
+        return []
+    if any(isinstance(n, ast.Constant) and n.value in ("w", "a", "x", "r+", "w-") for n in ast.walk(call)):
+        raise NotEditable("it is written to")
+    lines = Lines(text)
+    indent = _indent(lines, owner)
+    helper = f"open_{package.lower()}"
+    if helper in {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}:
+        raise NotEditable(f"{helper} is something else there")
+    kept = ast.Call(
+        ast.Name(helper, ast.Load()), [ast.parse("os.getpid()", mode="eval").body, *call.args], call.keywords
+    )
+    assign = ast.Assign([name], kept)
+    begin, end = lines.at(owner.body[0].lineno, 0), lines.at(owner.end_lineno or 0, owner.end_col_offset or 0)
+    deeper = text[begin : lines.at(owner.body[0].lineno, owner.body[0].col_offset)]
+    if deeper.strip() or not deeper.startswith(indent) or owner.body[0].lineno == owner.lineno:
+        raise NotEditable("it is not alone in its lines")
+    inner = [indent + row[len(deeper) :] if row.startswith(deeper) else row for row in text[begin:end].split(b"\n")]
+    newline = b"\r\n" if b"\r\n" in text else b"\n"
+    code = ast.unparse(ast.fix_missing_locations(assign)).encode() + newline + b"\n".join(inner)
+    opens = f"lambda process, *given, **named: {ast.unparse(call.func)}(*given, **named)"
+    wanted = [f"import {module}" for module in ("functools", "os") if imports.get(module) != module]
+    wanted.append(f"{helper} = functools.lru_cache(16)({opens})")
+    added = [statement for each in wanted for statement in ast.parse(each).body]
+    return _replaced_all(lines, tree, [(owner, [assign, *owner.body], code)], file, added)
+
+
+_LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _is_repeated(space: ast.AST, node: ast.AST, statement: ast.AST | None) -> bool:
+    """Return whether a loop has an expression in it, but not the statement that makes what that is made of."""
+    inside = [{id(n) for n in ast.walk(loop)} for loop in ast.walk(space) if isinstance(loop, _LOOPS)]
+    outside = statement is None or isinstance(statement, ast.FunctionDef)
+    in_space = any(n is statement for n in ast.walk(space))
+    return not (in_space or outside) or any(id(node) in one and id(statement) not in one for one in inside)
+
+
+# Methods that change what a list, a table or an array holds.
+_METHODS = "append extend insert remove pop clear sort reverse update add discard drop_duplicates"
+_CHANGE = frozenset(_METHODS.split())
+
+
+def _assignment(space: ast.AST, source: ast.expr) -> ast.stmt | None:
+    """Return the statement that alone assigns a name or an attribute, or the function that gets it as an argument.
+
+    None: there is none. Raises NotEditable where there are more, or where it is changed.
+    """
+    name = ast.unparse(source)
+    stores, changed, statement = 0, False, None
+    for node in ast.walk(space):
+        if isinstance(node, type(source)) and ast.unparse(node) == name and isinstance(node.ctx, (ast.Store, ast.Del)):  # type: ignore[attr-defined]
+            stores += 1
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if len(targets) == 1 and ast.unparse(targets[0]) == name:
+                statement = node
+        if isinstance(node, ast.Attribute) and node.attr in _CHANGE and ast.unparse(node.value) == name:
+            changed = True
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == name:
+            changed = True
+    given = isinstance(space, ast.FunctionDef) and name in {
+        a.arg for a in ast.walk(space.args) if isinstance(a, ast.arg)
+    }
+    if changed or stores + given > 1 or (stores and statement is None):
+        raise NotEditable("it is assigned or changed in several places")
+    return space if given else statement  # type: ignore[return-value]
+
+
+def _replaced_all(
+    lines: Lines,
+    tree: ast.Module,
+    changes: Sequence[tuple[Any, ...]],
+    file: str,
+    added: Sequence[ast.stmt] = (),
+    after: ast.stmt | None = None,
+) -> list[Change]:
+    """Return the edits that put others in the place of expressions and statements, or take statements out (None).
+
+    `changes`: a node, what takes its place, and its text where that is no expression. `added`: statements that are put
+    after one, at the begin of a function, or after the imports (None). Raises NotEditable where that cannot be written.
+    """
+    text, new = lines.text, {id(node): [] if put is None else put for node, put, *_ in changes}
+    newline = b"\r\n" if b"\r\n" in text else b"\n"
+    made = []
+    if added:
+        begins = isinstance(after, ast.FunctionDef)
+        first = after or next((n for n in reversed(tree.body) if isinstance(n, (ast.Import, ast.ImportFrom))), None)
+        if isinstance(after, ast.FunctionDef):
+            first = after.body[1 if ast.get_docstring(after) is not None and len(after.body) > 1 else 0]
+        if first is None:
+            raise NotEditable("it imports nothing")
+        at = lines.at(first.lineno if begins else (first.end_lineno or 0) + 1, 0)
+        rows = [_indent(lines, first) + ast.unparse(ast.fix_missing_locations(one)).encode() for one in added]
+        code = b"".join(row + newline for row in rows)
+        whole = begins or text[at - 1 : at] == b"\n"
+        made.append(Change(file, at, at, code if whole else newline + code, first.lineno))
+        new[id(first)] = [*added, first] if begins else [first, *added]
+    for node, put, *texts in changes:
+        begin, end = lines.at(node.lineno, node.col_offset), lines.at(node.end_lineno or 0, node.end_col_offset or 0)
+        if put is None:
+            _indent(lines, node)
+            begin, end = lines.at(node.lineno, 0), lines.at((node.end_lineno or 0) + 1, 0)
+        code = b"" if put is None else texts[0] if texts else ast.unparse(ast.fix_missing_locations(put)).encode()
+        made.append(Change(file, begin, end, code, node.lineno))
+    made.sort(key=lambda one: one.begin)
+    keep = {id(node): node for node in ast.walk(tree) if id(node) in new}
+    wanted = ast.dump(_Replaced(new).visit(deepcopy(tree, dict(keep))))
+    expressions = {lines.at(node.lineno, node.col_offset) for node, *_ in changes if isinstance(node, ast.expr)}
+    for brackets in (False, True):
+        put_in = [replace(m, new=b"(" + m.new + b")") if brackets and m.begin in expressions else m for m in made]
+        out = text
+        for one in reversed(put_in):
+            out = out[: one.begin] + one.new + out[one.end :]
+        with suppress(SyntaxError):
+            if ast.dump(ast.parse(out)) == wanted:
+                return put_in
+    raise NotEditable("it is written in a way that is not edited")
+
+
+class _Replaced(ast.NodeTransformer):
+    """Puts nodes, several or none, in the place of others, by their identity."""
+
+    def __init__(self, new: Mapping[int, Any]) -> None:
+        self.new = new
+
+    def visit(self, node: ast.AST) -> Any:
+        """Return what is put in the place of a node."""
+        put = self.new.get(id(node))
+        if put is None:
+            return self.generic_visit(node)
+        if not isinstance(put, list):
+            return put
+        return [self.generic_visit(one) if one is node else one for one in put]
 
 
 def _indent(lines: Lines, node: ast.stmt) -> bytes:

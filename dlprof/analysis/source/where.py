@@ -488,8 +488,19 @@ def _with_callers(where: list[Place], source: Source) -> list[Place]:
     return [replace(first, what=what), *(c for c in calls if (c.file, c.line) not in known), *where[1:]]
 
 
-# What the change of a rule says that an edit of code makes.
-_EDITED = {"anomaly_mode": "set_detect_anomaly", "validation_share": "no_grad"}
+# The rules whose change an edit of code makes, what the change then says, and the name of the edit.
+EDITED = (
+    ("anomaly_mode", "set_detect_anomaly", "anomaly_mode"),
+    ("growing_steps", "set_flush_denormal", "denormals"),
+    ("growing_steps memory_growth", "loss.detach()", "growing_steps"),
+    ("needless_workers input_wait", "with `.clone()`", "copied_storages"),
+    ("one_hot_input needless_products", "functional.embedding(index", "one_hot_input"),
+    ("unfused_activation", "functional.gelu(", "unfused_activation"),
+    ("unfused_attention", "functional.scaled_dot_product_attention(", "unfused_attention"),
+    ("unfused_loss", "functional.cross_entropy(", "unfused_loss"),
+    ("unfused_norm", "_norm(", "unfused_norm"),
+    ("validation_share", "no_grad", "validation_share"),
+)
 
 
 def _in_code(change: Change, rule: str, where: Sequence[Place], calls: Sequence[Call]) -> Change:
@@ -497,7 +508,8 @@ def _in_code(change: Change, rule: str, where: Sequence[Place], calls: Sequence[
     keeps = change.text.startswith(KEEP)  # with its workers, which a setting keeps
     if (change.settings and not keeps) or change.training or change.informs:
         return change
-    of_rule = KEPT if keeps else rule if _EDITED.get(rule, "\n") in change.text else ""
+    of_rule = next((name for rules, words, name in EDITED if rule in rules.split() and words in change.text), "")
+    of_rule = KEPT if keeps else of_rule
     name = next((one.name for one in IDIOMS if one.remedy in change.text), of_rule)
     for place in (*filter(None, (change.at,)), *where) if name in REWRITES else ():
         setting = Setting(f"{place.file}:{place.line}", to=name)

@@ -12,6 +12,7 @@ from dlprof.analysis.idioms import BY_NAME
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.source.edits import NotEditable
 from dlprof.analysis.source.rewrites import KEPT, REWRITES, rewritten
+from dlprof.analysis.source.where import EDITED
 
 HEAD = "import gc\nimport numpy as np\nimport torch\nfrom torch import tensor\n"
 AVERAGE = """
@@ -116,7 +117,6 @@ def test_what_comes_after_an_edit_is_what_came_before(loop: str) -> None:
         ("collected_by_hand", "freed = gc.collect()", "its value is used"),
         ("collected_by_hand", "x = 1; gc.collect()", "not alone in its line"),
         ("collected_by_hand", "f(x)", "no edit of code is known"),
-        ("dataframe_rows", "y = df.iloc[n][columns]", "no edit of code is known"),
         ("average_of_weights", AVERAGE.format("old.mul_(decay).add_(new + 1, beta=1)"), "no edit of code is known"),
         ("validation_share", "for x in train: f(x).backward()", "backward is called in it"),
         ("validation_share", "y = [f(x) for x in held]", "no loop begins in that line"),
@@ -184,4 +184,7 @@ def test_other_methods_are_not_decorated(code: str, why: str) -> None:
 
 
 def test_every_edit_is_of_an_idiom_or_a_rule() -> None:
-    assert REWRITES.keys() <= BY_NAME.keys() | {KEPT} | {rule.id for rule in RULES}
+    of_findings = {KEPT, *(name for _, _, name in EDITED)}
+    assert REWRITES.keys() <= BY_NAME.keys() | of_findings
+    assert of_findings <= REWRITES.keys()
+    assert {rule for rules, _, _ in EDITED for rule in rules.split()} <= {rule.id for rule in RULES}
