@@ -243,7 +243,6 @@ _ONE_HOT = (
         )
     ),
 )
-_BATCHES = "torch.utils.data.DataLoader(_d, sampler=torch.utils.data.BatchSampler"
 _DETACHED = (
     Rewrite("_l.append(_x_graph)", "_l.append(_x_graph.detach())"),
     Rewrite("_t += _x_graph", "_t += _x_graph.detach()"),
@@ -366,17 +365,18 @@ REWRITES: Mapping[str, tuple[Edit, ...]] = {
         ),
     ),
     "rows_of_tensors": (
-        Rewrite(
-            "torch.utils.data.DataLoader(_d, batch_size=_b, shuffle=True, **_k)",
-            f"{_BATCHES}(torch.utils.data.RandomSampler(_d), _b, False), batch_size=None, **_k)",
-        ),
-        Rewrite(
-            "torch.utils.data.DataLoader(_d, batch_size=_b, shuffle=True, drop_last=_l, **_k)",
-            f"{_BATCHES}(torch.utils.data.RandomSampler(_d), _b, _l), batch_size=None, **_k)",
-        ),
-        Rewrite(
-            "torch.utils.data.DataLoader(_d, batch_size=_b, **_k)",
-            f"{_BATCHES}(torch.utils.data.SequentialSampler(_d), _b, False), batch_size=None, **_k)",
+        *(
+            Rewrite(
+                f"torch.utils.data.DataLoader(_d, batch_size=_b, {given}**_k)",
+                "torch.utils.data.DataLoader(_d, sampler=torch.utils.data.BatchSampler("
+                f"torch.utils.data.{sampler}(_d), _b, {last}), batch_size=None, **_k)",
+            )
+            for given, sampler, last in (
+                ("shuffle=True, drop_last=_l, ", "RandomSampler", "_l"),
+                ("shuffle=True, ", "RandomSampler", "False"),
+                ("drop_last=_l, ", "SequentialSampler", "_l"),
+                ("", "SequentialSampler", "False"),
+            )
         ),
     ),
     "table_searched": (Held("_a[_a[_c_text] == _x]", "dict([*_a.groupby(_c_text)])", "_kept[_x]", "groups"),),
@@ -666,6 +666,7 @@ def _replaced(
             raise NotEditable("its value is used")
         node = whole
     new = _Filled(found, {path: name for name, path in imports.items()}).visit(deepcopy(put))
+    new = ast.Expr(new) if isinstance(node, ast.stmt) and isinstance(new, ast.expr) else new
     code = ast.unparse(ast.fix_missing_locations(new)).encode()
     lines = Lines(text)
     if isinstance(node, ast.stmt):
@@ -746,24 +747,25 @@ def _written(
     function = _innermost(tree, line, (ast.FunctionDef, ast.AsyncFunctionDef)) or tree
     block = next((b for b in _blocks(function) if b[0].lineno <= line <= (b[-1].end_lineno or 0)), []) if wanted else []
     scope = forms.Scope(imports, _buffers(_innermost(tree, line, (ast.ClassDef,))))
+    best: tuple[int, Any, Written, list[ast.stmt], forms.Found] | None = None
     for scope.at, statement in enumerate(block):
         whole = not hasattr(statement, "body")
         for node in ast.walk(statement) if whole and (statement.end_lineno or 0) >= line else ():
-            if not isinstance(node, ast.expr):
-                continue
-            term = scope.term(node)
-            for want, one in wanted:
+            term = scope.term(node) if isinstance(node, ast.expr) else None
+            for want, one in wanted if term is not None else ():
                 for found in forms.matches(want, term, forms.Found()):
                     gone = [block[n] for n in sorted(found.within)]
-                    if not any(a.lineno <= line <= (a.end_lineno or 0) for a in (*gone, statement)):
-                        continue
-                    if not _may_go(function, block, scope.at, node, found):
-                        continue
-                    names = {name: term.origin for name, term in found.names.items()}
-                    new = _Filled(names, {path: name for name, path in imports.items()}).visit(_body(one.put))
-                    return _replaced_all(Lines(text), tree, [(node, new), *((one, None) for one in gone)], file)
+                    here = any(a.lineno <= line <= (a.end_lineno or 0) for a in (*gone, statement))
+                    more = here and (best is None or len(gone) > best[0])
+                    if more and _may_go(function, block, scope.at, node, found):
+                        best = len(gone), node, one, gone, found
         scope.assign(statement)
-    return []
+    if best is None:
+        return []
+    _, node, one, gone, found = best  # the one that the most statements are part of
+    names = {name: term.origin for name, term in found.names.items()}
+    new = _Filled(names, {path: name for name, path in imports.items()}).visit(_body(one.put))
+    return _replaced_all(Lines(text), tree, [(node, new), *((one, None) for one in gone)], file)
 
 
 def _innermost(tree: ast.AST, line: int, kinds: tuple[type[ast.stmt], ...]) -> Any:
