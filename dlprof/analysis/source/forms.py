@@ -46,7 +46,9 @@ nll_loss x y; norm x p; one_hot x n; ones a b; permute x; pow x y; relu x; rsqrt
 softmax x dim; softplus x; sort x dim descending; sqrt x; square x; sub x y; sum x dim keepdim|False; tanh x;
 transpose x y z; tril x diagonal|0; triu x diagonal|0; unsqueeze x dim; var x dim unbiased keepdim|False; view x; where
 x y z; div x y; add x y; t x; float x; half x; bfloat16 x; double x; long x; to x; type x; type_as x y; contiguous x;
-bool x; linear x y bias; repeat x; item x; nonzero x; size x dim; slogdet x; inv x; inverse x; eq x y
+bool x;
+scaled_dot_product_attention x y z attn_mask dropout_p|0.0 is_causal|False scale;
+ linear x y bias; repeat x; item x; nonzero x; size x dim; slogdet x; inv x; inverse x; eq x y
 """
 _ARGS = {name: args for name, *args in (one.split() for one in _SIGNATURES.split(";"))}
 _RENAMED = {"axis": "dim", "keepdims": "keepdim", "mm": "matmul", "bmm": "matmul", "inverse": "inv", "input": "x"}

@@ -35,7 +35,7 @@ from dlprof.analysis.source.edits import (
     with_others,
 )
 from dlprof.analysis.source.origins import Change, Origins, of_trainer
-from dlprof.analysis.source.rewrites import rewritten
+from dlprof.analysis.source.rewriting import rewritten
 from dlprof.overrides import named
 from dlprof.result import is_line
 

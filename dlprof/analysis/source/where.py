@@ -493,6 +493,7 @@ EDITED = (
     ("anomaly_mode", "set_detect_anomaly", "anomaly_mode"),
     ("growing_steps", "set_flush_denormal", "denormals"),
     ("growing_steps memory_growth", "loss.detach()", "growing_steps"),
+    ("masked_attention", "is_causal=True", "masked_attention"),
     ("needless_workers input_wait", "with `.clone()`", "copied_storages"),
     ("one_hot_input needless_products", "functional.embedding(index", "one_hot_input"),
     ("unfused_activation", "functional.gelu(", "unfused_activation"),

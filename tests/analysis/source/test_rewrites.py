@@ -11,7 +11,8 @@ import pytest
 from dlprof.analysis.idioms import BY_NAME
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.source.edits import NotEditable
-from dlprof.analysis.source.rewrites import KEPT, REWRITES, rewritten
+from dlprof.analysis.source.rewrites import KEPT, REWRITES
+from dlprof.analysis.source.rewriting import rewritten
 from dlprof.analysis.source.where import EDITED
 
 HEAD = "import gc\nimport numpy as np\nimport torch\nfrom torch import tensor\n"

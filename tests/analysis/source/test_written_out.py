@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.source.edits import NotEditable
-from dlprof.analysis.source.rewrites import rewritten
+from dlprof.analysis.source.rewriting import rewritten
 
 HEAD = """import math
 import zipfile
@@ -93,6 +93,12 @@ RUN = {
         "unfused_attention",
         attention(SCORES, "if mask is not None:\n            scores = scores.masked_fill(mask == 0, -1e9)"),
         "attn_mask=None if mask is None else mask != 0",
+    ),
+    "a mask that is causal": (
+        "masked_attention",
+        "keep = torch.tril(torch.ones(6, 6)).bool()\n"
+        "made = F.scaled_dot_product_attention(q, k, v, attn_mask=keep, dropout_p=0.0)  # here\n",
+        "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
     ),
     "dropout": (
         "unfused_attention",
@@ -356,6 +362,7 @@ def test_the_edited_code_makes_the_same(case: str, tmp_path: Any) -> None:
         ("unfused_attention", attention(SCORES, weights="weights = weights ** 2")),
         ("unfused_attention", attention(SCORES, "scores = scores.masked_fill(mask == 0, -1)")),
         ("unfused_attention", attention(SCORES).replace("dim=-1)  # here", "dim=1)  # here")),
+        ("masked_attention", "made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # here\n"),
         # Another norm, and a loss that is not the mean.
         ("unfused_norm", "made = (q - q.mean(-1, True)) / (q.std(-1, keepdim=True) + 1e-5)  # here\n"),
         ("unfused_norm", "made = (q - q.mean(-1, True)) / (q.var(-1, keepdim=True) + 1e-5) ** 0.5  # here\n"),
