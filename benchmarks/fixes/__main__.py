@@ -104,7 +104,7 @@ SMALL = (
 # Of benchmarks/causes: those whose mistake an edit of code cures.
 CURED = """
 animal_tracks book_ratings collected_each_step dataframe_rows denormals ema graded_validation
-kitchen_clips lander_dqn list_to_tensor next_item pairs_expanded pedestrians replay_deque session_gru slices
+kitchen_clips lander_dqn list_to_tensor next_item pairs_expanded pedestrians session_gru slices
 station_demand tensor_rows triplet_search whole_column zip_open
 """
 

@@ -301,7 +301,6 @@ REWRITES: Mapping[str, tuple[Edit, ...]] = {
     ),
     "table_sliced": _OF_TABLES,
     "denormals": (Begun("torch.set_flush_denormal(True)"),),
-    "drawn_one_by_one": (Rewrite("random.sample(_d, _k)", "random.sample([*_d], _k)"),),
     "drawn_with_weights": (
         Rewrite("numpy.array([_g.choice(_n, p=_p) for _i in range(_k)])", "_g.choice(_n, size=_k, p=_p)"),
         Rewrite("[_g.choice(_n, p=_p) for _i in range(_k)]", "_g.choice(_n, size=_k, p=_p)"),

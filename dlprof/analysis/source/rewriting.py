@@ -21,7 +21,7 @@ from dlprof.analysis.source.origins import Change
 from dlprof.analysis.source.rewrites import REWRITES, Begun, Decorated, Held, Opened, Rewrite, Wrapped, Written
 
 _WITHOUT_GRAPH = re.compile(r"\.(detach|item|tolist|numpy|cpu)\(\)$|^(float|int|len)\(")
-_ROOTS = ("torch", "numpy", "gc", "functools", "random")
+_ROOTS = ("torch", "numpy", "gc", "functools")
 # Fields of the syntax tree that say nothing of what a program does, or that differ by where an expression stands.
 _IGNORED = ("ctx", "type_comment", "type_ignores", "kind")
 
