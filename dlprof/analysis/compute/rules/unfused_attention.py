@@ -55,10 +55,27 @@ _EXPRESSIBLE = {
     *("bmm", "baddbmm", "mul", "div", "add", "sub", "masked_fill", "masked_fill_", "where", "_softmax", "copy_"),
     *("_softmax_backward_data", "native_dropout", "native_dropout_backward", "bernoulli_", "mul_", "div_", "add_"),
     *("fill_", "zero_", "tril", "triu", "bitwise_not", "logical_not", "eq", "ne", "lt", "le", "gt", "ge", "any", "sum"),
+    *("softmax", "matmul", "dropout", "feature_dropout", "ones", "zeros", "full", "scalar_tensor", "einsum", "rsub"),
+    # These change shapes and layouts alone, or get memory.
+    *(
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "_reshape_alias",
+        "expand",
+        "as_strided",
+        "alias",
+        "transpose",
+        "permute",
+        "t",
+    ),
+    *("contiguous", "unsqueeze", "squeeze", "slice", "select", "narrow", "split", "detach", "resolve_conj", "to"),
+    *("resolve_neg", "empty", "empty_like", "empty_strided", "new_empty", "new_zeros", "zeros_like", "ones_like"),
+    *("full_like", "lift_fresh", "type_as", "expand_as", "view_as", "result_type", "unbind", "chunk", "numpy_T", "mT"),
     *("arange", "bitwise_and", "logical_and", "_scaled_dot_product_attention_math", "_to_copy", "clone", "cat", "neg"),
 }
 
-_BACKWARD_NODE = re.compile(r"Backward\d*$")
+_OPERATOR = re.compile(r"(?!autograd::)\w+::")  # on a CPU modules and nodes of the backward pass stand there, too
 _ASK_WHY = "`with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION):` around it says why"
 
 _IN_LIBRARIES = change(
@@ -135,9 +152,7 @@ def _changes(mine: Frame, model: settings.Settings) -> tuple[Change, ...]:
     if now == "eager" or (now is None and named.endswith(_OF_TRANSFORMERS) and not mine["math"].any()):
         text = f'`attn_implementation="sdpa"` where {named} is made (`from_pretrained` and `from_config` take it)'
         return (change(f"{text}: is {now}" if now else text, attn_implementation=(now, "sdpa")),)
-    # Nodes of the backward pass hold operators, and are none.
-    parts = (name for name in " ".join(mine["between"]).split() if not _BACKWARD_NODE.search(name))
-    names = {name.removeprefix("aten::") for name in parts}
+    names = {name.removeprefix("aten::") for name in " ".join(mine["between"]).split() if _OPERATOR.match(name)}
     own = sorted(names - _EXPRESSIBLE)
     if mine["math"].any():
         why = "; ".join(_prevented(mine["dtype"].iloc[0], mine["shape"].iloc[0], names))
