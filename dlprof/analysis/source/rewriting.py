@@ -327,7 +327,7 @@ def _written(
     for scope.at, statement in enumerate(block):
         whole = not hasattr(statement, "body")
         for node in ast.walk(statement) if whole and (statement.end_lineno or 0) >= line else ():
-            if not isinstance(node, ast.expr):
+            if not isinstance(node, ast.expr) or isinstance(node, ast.Name):  # a name is what was assigned before
                 continue
             term = scope.term(node)
             for want, one in wanted:

@@ -285,6 +285,12 @@ CASES = {
     "transformers by its name": of({"class": "BertForSequenceClassification"}, MADE, "BertForSequenceClassification"),
     "transformers that calls sdpa": of({"class": "GPT2LMHeadModel", "attention": "sdpa"}, CALL, never=[MADE]),
     "a model of the script's own": of({"class": "Transformer"}, CALL, never=[MADE]),
+    # On a CPU modules and nodes of the backward pass stand between the products, too.
+    "modules and views between": found(
+        gpu(between=("(Dropout)", "nn.Module:", "MulBackward0", "aten::view", "aten::softmax", "aten::mul")),
+        None,
+        "scaled_dot_product_attention(q, k, v)",
+    ),
     "a function of the scores": found(gpu(between=("aten::tanh", "aten::mul")), None, *("flex_attention", "tanh")),
     "fused": clear(gpu(fused=True)),
     "short sequences": clear(gpu(length=127)),

@@ -402,6 +402,10 @@ def test_statements_of_attention_go_with_it() -> None:
     assert "scores" not in made
     assert "weights" not in made
     assert "T, d = q.shape[-2:]" in made
+    made = after(attention(SCORES, weights="y = weights @ v", out="y.transpose(1, 2)"), "unfused_attention")
+    assert (
+        "y = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(d))\n        return y.transpose(1, 2)" in made
+    )
 
 
 @pytest.mark.parametrize(
