@@ -24,7 +24,6 @@ also frees the memory of the scores.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from dlprof.analysis import settings
@@ -75,7 +74,6 @@ _EXPRESSIBLE = {
     *("arange", "bitwise_and", "logical_and", "_scaled_dot_product_attention_math", "_to_copy", "clone", "cat", "neg"),
 }
 
-_OPERATOR = re.compile(r"(?!autograd::)\w+::")  # on a CPU modules and nodes of the backward pass stand there, too
 _ASK_WHY = "`with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION):` around it says why"
 
 _IN_LIBRARIES = change(
@@ -152,7 +150,9 @@ def _changes(mine: Frame, model: settings.Settings) -> tuple[Change, ...]:
     if now == "eager" or (now is None and named.endswith(_OF_TRANSFORMERS) and not mine["math"].any()):
         text = f'`attn_implementation="sdpa"` where {named} is made (`from_pretrained` and `from_config` take it)'
         return (change(f"{text}: is {now}" if now else text, attn_implementation=(now, "sdpa")),)
-    names = {name.removeprefix("aten::") for name in " ".join(mine["between"]).split() if _OPERATOR.match(name)}
+    # On a CPU modules and nodes of the backward pass stand there, too.
+    operators = {name for name in " ".join(mine["between"]).split() if "::" in name}
+    names = {name.removeprefix("aten::") for name in operators if not name.startswith("autograd::")}
     own = sorted(names - _EXPRESSIBLE)
     if mine["math"].any():
         why = "; ".join(_prevented(mine["dtype"].iloc[0], mine["shape"].iloc[0], names))
