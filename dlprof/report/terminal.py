@@ -49,7 +49,9 @@ def first(result: Result, run: str, named: screen.Named, width: int = 80, colour
     place = _first(wrap(one.place, width, "  "), 1, width, "  ") if one.place else []
     code = _first(wrap(one.detail, width, "    → ", "      "), 2, width, "      ") if one.detail else []
     edit = [_coloured(_cut(line, width, "    "), line, paint) for line in one.diff[:8]]
-    changed = [text for text, line in zip(edit, one.diff, strict=False) if line[:1] in ("-", "+")]
+    gone, put = ([line for line in one.diff if line[:1] == sign] for sign in "-+")
+    short = gone if len(gone) < 3 or not put else [gone[0], f"-       … and {len(gone) - 1} more lines"]
+    changed = [_coloured(_cut(line, width, "    "), line, paint) for line in [*short, *put]]
     proof = [f"  Try it:  {paint(one.command, '1')}"] if one.command.startswith("dlprof try") else []
     proof = proof or (wrap(f"Then record it again, and: {one.command}", width, "  ") if one.command else [])
     bars = _before_and_after(result, one, width, colour)

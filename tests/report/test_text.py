@@ -648,18 +648,22 @@ def test_bars_of_the_first_screen_add_up_and_what_is_gone_is_the_gain() -> None:
     assert screen.made(results.empty(), first.first(results.empty(), "", planning.named)) is None
 
 
-def test_of_an_edit_that_does_not_fit_the_changed_lines_are_kept() -> None:
-    diff = "@@ -1,5 +1,6 @@\n a = 1\n b = 2\n-c = f(b)\n+with g():\n+    c = f(b)\n d = 3\n e = 4\n"
+@pytest.mark.parametrize(
+    ("edit", "kept"),
+    [
+        ("-c = f(b)\n+with g():\n+    c = f(b)", ["-c = f(b)", "+with g():", "+    c = f(b)"]),
+        # What is put there is shown, however much goes.
+        ("-c = 1\n-c = 2\n-c = 3\n-c = 4\n+with g(1): 2", ["-c = 1", "-       … and 3 more lines", "+with g(1): 2"]),
+    ],
+)
+def test_of_an_edit_that_does_not_fit_the_changed_lines_are_kept(edit: str, kept: list[str]) -> None:
+    diff = f"@@ -1,5 +1,6 @@\n a = 1\n b = 2\n{edit}\n d = 3\n e = 4\n"
     result = results.ddp()
     lead = replace(result.changes[0], change=replace(result.changes[0].change, diff=diff))
     crowded = replace(result, changes=(lead, *result.changes[1:]))
     shown = terminal.first(crowded, "runs/a", planning.named, 80).splitlines()
     assert len(shown) <= 22
-    assert [line.strip() for line in shown if line.strip()[:2] in ("- ", "-c", "+w", "+ ")] == [
-        "-c = f(b)",
-        "+with g():",
-        "+    c = f(b)",
-    ]
+    assert [line.strip() for line in shown if line.strip()[:2] in ("- ", "-c", "+w", "+ ")] == kept
     assert "    a = 1" not in shown
 
 
