@@ -301,7 +301,7 @@ def _special(want: Term, term: Term, found: Found) -> Iterator[Found]:
             yield from matches(want, inner, found)
         return
     whole = term
-    while term.op in _OF_MASK:
+    while term.op in _OF_MASK and (term.op != "index" or _begins(term.args[1])):
         term = term.args[0] if term.op == "index" else dict(term.args)["x"]
     keeps = want.op == "CAUSAL_KEPT"
     if keeps and term.op == "not":
@@ -317,3 +317,9 @@ def _special(want: Term, term: Term, found: Found) -> Iterator[Found]:
         right = (term.op == "tril" and "diagonal" not in args) if keeps else (term.op == "triu" and after)
         if right and ones.op == "ones":
             yield from matches(want.args[0], whole, found)
+
+
+def _begins(index: Term) -> bool:
+    """Return whether an index takes a tensor from its begin on: of a part further on other values are hidden."""
+    parts = index.args if index.op == "tuple" else (index,)
+    return all(one.op == "slice" and one.args[0] is None and one.args[2] is None for one in parts)

@@ -386,6 +386,10 @@ def _may_go(function: ast.AST, block: Sequence[ast.stmt], at: int, whole: ast.ex
             return False
         begin, end = block[n].lineno, (block[until].end_lineno or 0) if until is not None else 1 << 60
         reads = (one for one in ast.walk(function) if isinstance(one, ast.Name) and one.id == name and _is_read(one))
+        # The next turn of a loop may read it before it is assigned again.
+        loops = [a for a in ast.walk(function) if isinstance(a, (ast.For, ast.While)) and block[n] in ast.walk(a)]
+        if loops and until is None and not any(name in one for one in stored[:n]):
+            begin = min(one.lineno for one in loops)
         if any(id(one) not in gone and begin <= one.lineno <= end for one in reads):
             return False
     return True
@@ -467,8 +471,9 @@ def _opened(
     call, name = item.context_expr, item.optional_vars
     if not (isinstance(call, ast.Call) and _path(call.func, imports) == one.call and isinstance(name, ast.Name)):
         return []
-    if any(isinstance(n, ast.Constant) and n.value in ("w", "a", "x", "r+", "w-") for n in ast.walk(call)):
-        raise NotEditable("it is written to")
+    modes = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg in ("mode", None))]
+    if not all(isinstance(mode, ast.Constant) and mode.value in ("r", "rb") for mode in modes):
+        raise NotEditable("it may be written to")
     lines = Lines(text)
     indent = _indent(lines, owner)
     helper = f"open_{package.lower()}"

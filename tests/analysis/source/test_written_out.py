@@ -387,6 +387,11 @@ def test_the_edited_code_makes_the_same(case: str, tmp_path: Any) -> None:
             "class A:\n  def __init__(self):\n    self.a = f()\n  def g(self):\n    return self.a['x'][0]  # here\n",
         ),
         ("zip_opened", "with zipfile.ZipFile(path, 'w') as archive:  # here\n    archive.write(x)\n"),
+        ("zip_opened", "with zipfile.ZipFile(path, mode) as archive:  # here\n    archive.read(x)\n"),
+        (
+            "unfused_loss",
+            "for z in rows:\n    f(logs)\n    logs = F.log_softmax(z, 1)  # here\n    F.nll_loss(logs, t)\n",
+        ),
         ("zip_opened", "with zipfile.ZipFile(path) as archive, other:  # here\n    archive.read(x)\n"),
         ("growing_steps", "total += loss.item()  # here\n"),
         ("growing_steps", "count += 1  # here\n"),
