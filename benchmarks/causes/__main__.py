@@ -59,7 +59,7 @@ far that carries. The last were recorded beside other work, in which threads wai
 the last two sets was written down before their reports were read; of the first of these, two words and a rule were
 added to it (`session_gru`, `promoters`, `ant_ppo`).
 
-The clock of a slow start begins after the import of PyTorch, the prediction is of the whole run.
+The clock of a slow start begins after the import of PyTorch; what is predicted to be saved is set against that clock.
 
 """
 
@@ -112,14 +112,17 @@ def recorded(script: Path, folder: Path) -> Result:
     return diagnose(open_run(folder), RULES)
 
 
-def judged(case: Case, result: Result, measured: float) -> Row:
-    """Compare the first finding of a report with a case."""
+def judged(case: Case, result: Result, plain_ms: float, fixed_ms: float) -> Row:
+    """Compare the first finding of a report with a case, both gains by the script's own clock."""
+    measured = plain_ms / fixed_ms
     first: Outcome | None = next(iter(result.found), None)
     if first is None:
         return Row(case, "nothing", "", False, False, False, 1.0, False, measured)
     text = first.changes[0].text if first.changes else ""
     places = [(Path(place.file).stem, place.line) for place in first.where]
     line = not case.line or any((case.script, n) in places for n in case.lines)
+    saved_ms = first.saving_ns / 1e6
+    of_run = plain_ms / (plain_ms - saved_ms) if saved_ms < plain_ms else float("inf")
     return Row(
         case,
         first.id,
@@ -127,7 +130,7 @@ def judged(case: Case, result: Result, measured: float) -> Row:
         first.id in case.rules,
         any(word in text for word in case.words),
         line,
-        first.speedup,
+        of_run if first.scope == "run" and case.gains else first.speedup,
         first.at_most,
         measured,
     )
@@ -140,9 +143,9 @@ def run(case: Case, keep: Path | None, times: int) -> Row:
     for _ in range(times if case.gains else 0):
         plain.append(step_ms(script, fixed=False))
         fixed.append(step_ms(script, fixed=True))
-    measured = median(plain) / median(fixed) if case.gains else float("nan")
+    plain_ms, fixed_ms = (median(times or [float("nan")]) for times in (plain, fixed))
     with tempfile.TemporaryDirectory() as folder:
-        return judged(case, recorded(script, (keep or Path(folder)) / case.script), measured)
+        return judged(case, recorded(script, (keep or Path(folder)) / case.script), plain_ms, fixed_ms)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -32,6 +32,7 @@ from benchmarks import field_data
 from benchmarks.accuracy import WORKLOADS, planted
 from benchmarks.field import scripts
 from dlprof.commands.run import constant, count_gpus
+from dlprof.result.tried import Of
 from dlprof.trial.job import Job
 from dlprof.trial.measuring import Steps, log_ratio
 from dlprof.trial.running import Runner
@@ -182,7 +183,7 @@ def run_one(case: Case, minutes: float) -> dict[str, Any]:
         row["kept"] = best and best["settings"]
         if best is None:
             return row
-        row |= {"printed": best["measured"], "losses": best["losses"]}
+        row |= {"printed": best["measured"], "losses": best["losses"], "of": best["of"]}
         if said["fix"]["patch"] is None:
             return row
         row["untouched"] = not _git(plain, "status", "--porcelain", "--untracked-files=no")
@@ -198,10 +199,11 @@ def run_one(case: Case, minutes: float) -> dict[str, Any]:
         row["patch"] = Path(said["fix"]["patch"]).read_text().splitlines()
         if not row["applies"]:
             return row | {"error": applied.stderr.splitlines()[:3]}
-        return row | _measured(case, env, plain, patched, Path(name))
+        of: Of = "start" if best["of"] == "start" else "step"
+        return row | _measured(case, env, plain, patched, Path(name), of)
 
 
-def _measured(case: Case, env: Mapping[str, str], plain: Path, patched: Path, folder: Path) -> dict[str, Any]:
+def _measured(case: Case, env: Mapping[str, str], plain: Path, patched: Path, folder: Path, of: Of) -> dict[str, Any]:
     """Return the gain of the patched script, from pairs of runs of both in turn."""
     ratios = []
     for pair in range(PAIRS):
@@ -211,7 +213,7 @@ def _measured(case: Case, env: Mapping[str, str], plain: Path, patched: Path, fo
             )
         except click.ClickException as e:
             return {"error": [e.message]}
-        ratios.append(log_ratio(before, after, "step"))
+        ratios.append(log_ratio(before, after, of))
     error = statistics.stdev(ratios) / math.sqrt(PAIRS)
     return {"measured": math.exp(statistics.mean(ratios)), "measured_error": error}
 
@@ -279,11 +281,11 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         by_hand = "; an edit by hand is named" if row.get("by_hand") else ""
         return name, f"nothing{f' ({tried})' if tried else ''}{by_hand}", "", "", "", minutes
     kept = ", ".join(f"`{name}={value}`" for name, value in row["kept"].items())
-    gain = row["printed"]
-    printed = f"{gain['ratio']:.2f} ×" + (f" ({gain['low']:.2f} to {gain['high']:.2f})" if gain["low"] else "")
+    gain, start = row["printed"], " of the start" if row.get("of") == "start" else ""
+    printed = f"{gain['ratio']:.2f} ×{start}" + (f" ({gain['low']:.2f} to {gain['high']:.2f})" if gain["low"] else "")
     if "measured" in row:
         low, high = _range(row)
-        measured = f"{row['measured']:.2f} × ({low:.2f} to {high:.2f})"
+        measured = f"{row['measured']:.2f} ×{start} ({low:.2f} to {high:.2f})"
     elif "applies" in row:
         measured = "not measured" if row["applies"] else "does not apply"
     else:

@@ -24,7 +24,7 @@ from dlprof.analysis.step.savings import saving as replay
 from dlprof.analysis.step.whole_job import loop_step_ns, run_step_ns
 from dlprof.analysis.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.result import TIMELESS, Change, Outcome, Proposal, RunPart, Scope, Setting, Together
-from dlprof.result.tried import Attempt, Tried
+from dlprof.result.tried import Attempt, Gain, Tried
 
 # A part of a saving, ns, and the categories of `time` that it comes out of; a finding with the pieces of its saving.
 Piece = tuple[frozenset[str], float]
@@ -311,19 +311,40 @@ def with_tried(
         if attempt is None or attempt.measured is None:
             done.append(one)
             continue
-        gain = attempt.measured
         measured = replace(
-            one,
-            speedup=gain.ratio,
-            low=gain.low,
-            high=gain.high,
+            _of_start(one, attempt, attempt.measured)
+            if attempt.of == "start"
+            else _of_step(one, attempt, attempt.measured),
             at_most=False,
-            before_ns=attempt.before_ns or one.before_ns,
-            after_ns=attempt.after_ns or one.after_ns,
             known="losses" if attempt.losses in ("equal", "within") else "tried",
         )
         (done if attempt.verdict in ("gain", "unclear") else useless).append(measured)
     return [*done, *useless]
+
+
+def _of_step(one: Proposal, attempt: Attempt, gain: Gain) -> Proposal:
+    """Return a proposal with the measured gain of a step."""
+    before, after = attempt.before_ns or one.before_ns, attempt.after_ns or one.after_ns
+    return replace(one, speedup=gain.ratio, low=gain.low, high=gain.high, before_ns=before, after_ns=after)
+
+
+def _of_start(one: Proposal, attempt: Attempt, gain: Gain) -> Proposal:
+    """Return a proposal with what the measured gain of the start makes of the run as it was recorded."""
+    whole = one.job_before_ns or 0.0
+    start = min(attempt.before_ns or 0.0, whole)
+    if not start:
+        return replace(one, speedup=gain.ratio, low=gain.low, high=gain.high)
+    ratios = (gain.ratio, gain.low, gain.high)
+    after, low, high = (None if ratio is None else whole - start * (1 - 1 / ratio) for ratio in ratios)
+    assert after is not None
+    return replace(
+        one,
+        speedup=whole / after,
+        low=low and whole / low,
+        high=high and whole / high,
+        after_ns=one.before_ns * after / whole,
+        job_after_ns=after,
+    )
 
 
 def _attempt(one: Proposal, attempts: Sequence[Attempt], settings: Mapping[str, object] | None) -> Attempt | None:

@@ -108,7 +108,7 @@ def read(path: Path, begins: str = "") -> Reading:
     seen: Counter[tuple[str, str, str, str]] = Counter()
     for (starts, folded), count in lines.items():
         if (row := _row(folded)) is not None and (not starts or row[0] in _STARTING):
-            seen[(_STARTING[row[0]], row[1], "", row[3]) if starts else row] += count
+            seen[(_STARTING[row[0]], *row[1:]) if starts else row] += count
     lost = bad - cut
     if lost > 0 and not seen:
         raise DlprofError(f"{path}: no stacks of py-spy in it")

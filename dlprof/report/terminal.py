@@ -406,7 +406,8 @@ def trial(tried: Tried, width: int = 80) -> str:
     width = max(width, NARROWEST)
     lines = wrap(trials.sentence(tried), width)
     if tried.best is not None and tried.best.before_ns is not None and tried.best.after_ns is not None:
-        step = f"{formatting.duration(tried.best.before_ns)} → {formatting.duration(tried.best.after_ns)} a step"
+        what = "from the import of PyTorch to the first batch" if tried.best.of == "start" else "a step"
+        step = f"{formatting.duration(tried.best.before_ns)} → {formatting.duration(tried.best.after_ns)} {what}"
         lines += wrap(step, width, "  ")
     for title, attempts in (("alone", tried.attempts), ("together", tried.combinations)):
         if attempts:
@@ -437,7 +438,12 @@ def to_keep(tried: Tried, words: Sequence[str], lines: Sequence[str], width: int
         )
         return [] if tried.state == "failed" else wrap(yet if unclear else nothing, width)
     said = trials.losses(best) or "its losses were not compared"
-    made = ["", *wrap(f"Keep {plain(best.words, 300)}: {trials.measured(best.measured)}; {said}.", width)]
+    made = [
+        "",
+        *wrap(
+            f"Keep {plain(best.words, 300)}: {trials.measured(best.measured, trials.of_start(best))}; {said}.", width
+        ),
+    ]
     made += wrap(f"The patch changes {', '.join(map(plain, lines))}.", width) if lines else []
     made += [line for one in words for line in wrap(f"By hand: {plain(one, 400)}", width, "", "  ")]
     return [line.replace(NBSP, " ") for line in made]

@@ -23,7 +23,8 @@ def sentence(tried: Tried) -> str:
     if best is not None and best.measured is not None:
         predicted = f", {formatting.times(best.predicted)} predicted" if best.predicted else ""
         changes = "".join(f"; {text}" for text in (changes_numbers(best), losses(best)) if text)
-        return f"Tried: {plain(best.words, 200)}: {measured(best.measured, ' measured')}{predicted}{changes}."
+        gain = measured(best.measured, f" measured{of_start(best)}")
+        return f"Tried: {plain(best.words, 200)}: {gain}{predicted}{changes}."
     if tried.state == "failed":
         return f"Tried, but the job did not run again: {plain(tried.why, 300)}."
     ran = [a for a in tried.attempts if a.measured is not None]
@@ -62,6 +63,11 @@ def _unknown(tried: Tried) -> str:
     return f"Tried: nothing was found to be faster{ended.get(tried.state, '')}{what}."
 
 
+def of_start(attempt: Attempt) -> str:
+    """Say that a gain is that of the start alone; "" where it is not."""
+    return " of the start" if attempt.of == "start" else ""
+
+
 def measured(gain: Gain, what: str = "") -> str:
     """Write a gain with its interval: "1.41 × measured (1.38 to 1.44)"."""
     return f"{_ratio(gain.ratio)}{NBSP}×{what} ({_interval(gain) or 'once'})"
@@ -79,7 +85,7 @@ def row(attempt: Attempt) -> str:
     """Say what one attempt found."""
     parts = [_VERDICTS[attempt.verdict]]
     if attempt.measured is not None:
-        parts.append(measured(attempt.measured))
+        parts.append(measured(attempt.measured, of_start(attempt)))
     if attempt.predicted is not None:
         parts.append(f"{formatting.times(attempt.predicted)} predicted")
     if attempt.epochs is not None:
@@ -104,7 +110,9 @@ def panel(tried: Tried) -> Panel:
                 attempt.predicted,
                 attempt.before_ns,
                 attempt.after_ns,
-                "; ".join(filter(None, (attempt.why or changes_numbers(attempt), losses(attempt)))),
+                "; ".join(
+                    filter(None, (attempt.why or changes_numbers(attempt), of_start(attempt).strip(), losses(attempt)))
+                ),
             )
         )
     columns = ("change", "answer", "measured_times", "95 % interval", "predicted_times", "before_ns", "after_ns", "why")

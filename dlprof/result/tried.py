@@ -24,7 +24,8 @@ Verdict = Literal["gain", "no_gain", "slower", "unclear", "not_counted", "not_tr
 State = Literal["complete", "out_of_time", "interrupted", "failed"]
 
 # step: the mean steady step. loop: all time from the first to the last measured step, spread over the training steps.
-Of = Literal["step", "loop"]
+# start: from the import of PyTorch to the first batch.
+Of = Literal["step", "loop", "start"]
 
 
 # Student's t for a two-sided 95 % interval, by degrees of freedom from 1 on.
@@ -61,7 +62,7 @@ class Attempt(msgspec.Struct, frozen=True):
     predicted: float | None = None
     measured: Gain | None = None
     epochs: Gain | None = None  # over whole epochs, with what starts and ends them; None: none was in the runs
-    before_ns: float | None = None  # the mean step without the settings, and with them
+    before_ns: float | None = None  # the mean step (or start) without the settings, and with them
     after_ns: float | None = None
     numerics: bool = False  # the job computes other numbers
     edit: str = ""  # the diff that was applied to a copy of the job's files; "": settings alone

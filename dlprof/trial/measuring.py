@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlprof import run_folder
-from dlprof.analysis.engine import Job, RankData
+from dlprof.analysis.engine import Frame, Job, RankData
 from dlprof.analysis.engine.ranks import RankAnswer
 from dlprof.analysis.settings import Settings, loader_of
 from dlprof.analysis.step.throughput import share, work_done
@@ -35,7 +35,8 @@ class Steps:
 
     `epochs_ns`: the mean training step over whole epochs including what lies between steps, None without a whole epoch.
     `loop_ns`: the same from the first to the last steady step. `ahead`: batches that the loader prefetches.
-    `batch_size`: of the training loader. `samples`: of a step of the whole job, None if not known.
+    `batch_size`: of the training loader. `samples`: of a step of the whole job, None if not known. `start_ns`: from the
+    import of PyTorch to the first batch, None if not known.
     """
 
     numbers: NDArray[np.int64]
@@ -45,6 +46,13 @@ class Steps:
     ahead: int = 0
     batch_size: int | None = None
     samples: float | None = None
+    start_ns: float | None = None
+
+    def ns(self, of: Of) -> float:
+        """Return what a change is measured by; raise NotMeasured if that is not known."""
+        if of == "start" and self.start_ns is None:
+            raise NotMeasured("when the run began was not recorded")
+        return self.loop_ns if of == "loop" else self.start_ns or 0.0 if of == "start" else self.step_ns
 
     @property
     def step_ns(self) -> float:
@@ -98,7 +106,15 @@ def steps_of_rank(rank: Rank) -> Steps:
         loop_ns=stretch,
         ahead=ahead(loader),
         batch_size=loader.get("batch_size"),
+        start_ns=_start_ns(rank, rows),
     )
+
+
+def _start_ns(rank: Rank, rows: Frame) -> float | None:
+    """Return how long a rank took from the import of PyTorch to its first batch; None if not known."""
+    began = (rank.facts.get("clock") or {}).get("unix_ns")
+    first = int(rows["start_ns"].iloc[0]) + max(int(rows["fetch_ns"].iloc[0]), 0)
+    return float(first - began) if isinstance(began, int) and began < first else None
 
 
 def ahead(loader: Settings) -> int:
@@ -123,6 +139,8 @@ def log_ratio(a: Steps, b: Steps, of: Of) -> float:
     """
     if a.batch_size != b.batch_size and None not in (a.batch_size, b.batch_size):
         raise NotMeasured(f"its batches are of {b.batch_size}, not of {a.batch_size}")
+    if of == "start":
+        return math.log(a.ns(of) / b.ns(of))
     if of == "loop":
         whole = (a.epochs_ns, b.epochs_ns)
         before, after = (a.loop_ns, b.loop_ns) if None in whole else whole

@@ -8,7 +8,7 @@ the training itself are tried only if the user names them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from dlprof.analysis.settings import loader_of
 from dlprof.analysis.source.patches import kind_of
 from dlprof.errors import DlprofError
 from dlprof.overrides import Value
-from dlprof.result import TIMELESS, Change, Outcome, Result
+from dlprof.result import TIMELESS, Change, Outcome, Result, Scope
 from dlprof.result.tried import Attempt, Of
 from dlprof.units import count
 
@@ -145,7 +145,7 @@ def _of_findings(result: Result, editable: Editable, cores: int) -> tuple[list[C
             except DlprofError as e:
                 skipped.append(f"{outcome.id}: {e}")
                 continue
-            of: Of = "loop" if outcome.scope == "job" else "step"
+            of = _of(outcome.scope, (outcome.id,))
             predicted = _predicted(result, outcome, change, place)
             bound = outcome.speedup if outcome.at_most and not place else None
             one = Candidate(settings, (outcome.id,), predicted, of, change.numerics, bound)
@@ -176,7 +176,13 @@ def _numbered(result: Result, number: int, editable: Editable) -> Candidate:
     except DlprofError as e:
         raise DlprofError(f"--change {number} ({one.change.text}): {e}") from None
     predicted = None if one.at_most else one.speedup
-    return Candidate(settings, one.findings, predicted, "loop" if one.scope == "job" else "step", one.change.numerics)
+    of = _of(one.scope, one.findings)
+    return Candidate(settings, one.findings, None if of == "start" else predicted, of, one.change.numerics)
+
+
+def _of(scope: Scope, findings: Sequence[str]) -> Of:
+    """Return by what a change is measured that these findings name."""
+    return "start" if "slow_start" in findings else "loop" if scope == "job" else "step"
 
 
 def _settings_of(change: Change, editable: Editable) -> dict[str, Value]:

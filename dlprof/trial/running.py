@@ -204,7 +204,9 @@ class Runner:
         effects = outcomes(run, settings)
         for name, effect in effects.items():
             if not effect.applied:
-                return Failed(f"{name} never took effect" + (f": {effect.error}" if effect.error else ""), output)
+                late = ": its time was up before that" if over else ""
+                why = f": {effect.error}" if effect.error else late
+                return Failed(f"{name} never took effect{why}", output)
         same = {n for n in settings if effects[n].before == (settings[n],)}
         if len(same) == len(settings) > 0 and not self.may_be_the_same and not edit.files:
             return Failed("the job has these settings already")

@@ -35,7 +35,7 @@ from dlprof.files import writing
 from dlprof.overrides import Value
 from dlprof.read.run import Rank, Run, open_run
 from dlprof.result import Result, is_line
-from dlprof.result.tried import Attempt, Gain, State, Tried, Verdict, student
+from dlprof.result.tried import Attempt, Gain, Of, State, Tried, Verdict, student
 from dlprof.trial.copies import by_edit, made_by, to_link
 from dlprof.trial.job import Job, keep, kept, merged, refuse_inside, repeatable
 from dlprof.trial.measuring import (
@@ -85,11 +85,10 @@ class _Series:
         bases = [before] if after is None else [before, after]
         self.logs.append(_mean([log_ratio(base, run, self.candidate.of) for base in bases]))
         whole = [w for base in bases if (w := epochs_log_ratio(base, run)) is not None]
-        if len(whole) == len(bases):
+        if len(whole) == len(bases) and self.candidate.of != "start":
             self.epochs.append(_mean(whole))
-        loop = self.candidate.of == "loop"
-        self.befores_ns.append(_mean([base.loop_ns if loop else base.step_ns for base in bases]))
-        self.afters_ns.append(run.loop_ns if loop else run.step_ns)
+        self.befores_ns.append(_mean([base.ns(self.candidate.of) for base in bases]))
+        self.afters_ns.append(run.ns(self.candidate.of))
 
     @property
     def gain(self) -> Gain | None:
@@ -157,10 +156,10 @@ class Search:
         self._run, self._clock, self._tell = run, clock, tell
         self._started = clock()
         self._seconds = seconds
-        self._spreads: dict[Words, list[float]] = {}
-        self._last_ns: dict[Words, float] = {}
+        self._spreads: dict[tuple[Words, bool], list[float]] = {}  # of the base's steps, and of its starts
+        self._last: dict[Words, Steps] = {}
         self._losses, self._strict = losses, strict
-        self._series = [_Series(c, self._spread({}), strict=strict) for c in candidates]
+        self._series = [_Series(c, self._spread({}, c.of), strict=strict) for c in candidates]
         self._combined: list[_Series] = []
         self._best: _Series | None = None
         self._base: tuple[Settings, Steps] | None = None  # the last run of a base, which the next run is compared with
@@ -237,10 +236,10 @@ class Search:
                 {**kept.settings, **more.settings},
                 tuple(dict.fromkeys((*kept.findings, *more.findings))),
                 None,
-                "step",
+                "start" if more.of == "start" else "step",
                 kept.numerics or more.numerics,
             )
-            step = _Series(both, self._spread(kept.settings), strict=self._strict)
+            step = _Series(both, self._spread(kept.settings, both.of), strict=self._strict)
             self._combined.append(step)
             while step.open:
                 self._pair(step, kept.settings, both.settings)
@@ -248,7 +247,9 @@ class Search:
                 kept = both
         if kept is gains[0].candidate:
             return
-        whole = _Series(kept, self._spread({}), strict=self._strict)
+        of: Of = "start" if all(one.candidate.of == "start" for one in gains) else "step"
+        kept = dataclasses.replace(kept, of=of)
+        whole = _Series(kept, self._spread({}, of), strict=self._strict)
         while whole.open:
             self._pair(whole, {}, kept.settings)
             if whole.attempt().verdict == "gain":
@@ -294,9 +295,11 @@ class Search:
             found = self._timed(base, limit, of_base=True)
             if isinstance(found, Steps):
                 self._base = (base, found)
-                if (before_ns := self._last_ns.get(_words(base))) is not None:
-                    self._spread(base).append(math.log(found.step_ns / before_ns))
-                self._last_ns[_words(base)] = found.step_ns
+                if (before := self._last.get(_words(base))) is not None:
+                    self._spread(base, "step").append(math.log(found.step_ns / before.step_ns))
+                    if found.start_ns and before.start_ns:
+                        self._spread(base, "start").append(math.log(found.start_ns / before.start_ns))
+                self._last[_words(base)] = found
                 if first:
                     self._tell(found.step_ns)
                 return found
@@ -313,9 +316,9 @@ class Search:
             self._longest_s = max(self._longest_s, self._clock() - started)
         return found
 
-    def _spread(self, base: Settings) -> list[float]:
+    def _spread(self, base: Settings, of: Of) -> list[float]:
         """Return the list of differences between successive runs of a base."""
-        return self._spreads.setdefault(_words(base), [])
+        return self._spreads.setdefault((_words(base), of == "start"), [])
 
     def _left(self) -> float:
         return self._seconds - (self._clock() - self._started)
@@ -461,7 +464,9 @@ def prepared(path: Path, result: Result, options: Options, environ: Mapping[str,
     steps = options.steps or steps_of_window(
         window.step_ns if window else None, epoch_of(rank) if rank else None, seconds
     )
-    least_s = 0.0 if options.steps else min(LEAST_S, SHARE * seconds)
+    starts = bool(chosen.candidates) and all(one.of == "start" for one in chosen.candidates)
+    steps = min(steps, FEWEST_STEPS) if starts and not options.steps else steps
+    least_s = 0.0 if options.steps or starts else min(LEAST_S, SHARE * seconds)
     not_copied = "--in-place" if options.in_place else ""
     try:
         to_link(job.cwd, path.resolve() / FOLDER, job.started_s)

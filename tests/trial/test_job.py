@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dlprof.errors import DlprofError
 from dlprof.read.run import open_run
-from dlprof.result import Result, RunInfo
-from dlprof.result.tried import Attempt, Gain, Tried, Verdict
-from dlprof.trial.job import Job, keep, kept, merged, repeatable, with_tried
+from dlprof.result import Change, Proposal, Result, RunInfo
+from dlprof.result.tried import Attempt, Gain, Of, Tried, Verdict
+from dlprof.trial.job import Job, added, keep, kept, merged, repeatable, with_tried
 from tests.fixtures import runs
 
 STEPS = [runs.light(n, 10 * runs.MS) for n in range(20)]
@@ -118,6 +119,28 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     keep(tmp_path, FOUND)
     assert kept(tmp_path) == FOUND
     assert with_tried(RESULT, tmp_path).tried == FOUND
+
+
+@pytest.mark.parametrize(
+    ("of", "before_ns", "gain", "after"),
+    [
+        # Of a run of 100 steps of 1 s each: a start of 40 s that is 4 × as fast leaves 70 s, one that is 2 × leaves 80.
+        ("start", 40e9, Gain(4.0, 2.0, 8.0, 2), (1e9, 0.7e9, 70e9, 100 / 70, 100 / 80, 100 / 65)),
+        ("start", 40e9, Gain(4.0), (1e9, 0.7e9, 70e9, 100 / 70, None, None)),
+        ("step", 0.9e9, Gain(1.5, 1.4, 1.6, 2), (0.9e9, 0.6e9, 50e9, 1.5, 1.4, 1.6)),
+    ],
+)
+def test_a_measured_gain_takes_the_place_of_the_predicted_one(
+    of: Of, before_ns: float, gain: Gain, after: tuple[float | None, ...]
+) -> None:
+    edit = Change("a dictionary", diff="-a\n+b\n")
+    one = Proposal(edit, ("slow_start",), "run", 1e9, 5e8, 2.0, at_most=True, job_before_ns=100e9, job_after_ns=50e9)
+    tries = Attempt({"code.t.py:1": "x"}, "gain", of=of, measured=gain, before_ns=before_ns, edit="-a\n+b\n")
+    tries = replace(tries, after_ns=before_ns / gain.ratio)
+    (found,) = added(replace(RESULT, changes=(one,)), replace(FOUND, attempts=(tries,))).changes
+    assert (found.known, found.at_most) == ("tried", False)
+    figures = (found.before_ns, found.after_ns, found.job_after_ns, found.speedup, found.low, found.high)
+    assert list(figures) == pytest.approx(list(after))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format":1}', '{"format":9,"state":"complete"}', "[" * 100_000])

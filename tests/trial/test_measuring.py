@@ -57,6 +57,14 @@ def test_the_loop_is_all_time_between_steps_too(tmp_path: Path) -> None:
     assert found.epochs_ns is None
 
 
+def test_a_start_ends_with_the_first_batch(tmp_path: Path) -> None:
+    rows = log(*[10] * 40)
+    rows[0]["fetch_ns"] = 4 * MS
+    began = {"unix_ns": traces.BASE_NS - 70 * MS}
+    assert steps_of(recorded(tmp_path / "run", rows, clock=began)).start_ns == 74 * MS
+    assert steps_of(recorded(tmp_path / "other", rows)).start_ns is None
+
+
 def test_epochs_are_whole_ones_with_what_starts_them(tmp_path: Path) -> None:
     # Epochs of 10 steps: their first takes 200 ms.
     rows = log(*[200 if n % 10 == 0 else 10 for n in range(45)], firsts=(0, 10, 20, 30, 40))

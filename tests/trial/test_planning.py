@@ -45,6 +45,13 @@ SAVING = ("input_wait",)
             [Candidate(BOTH, SAVING, 1.25), Candidate({"loader.prefetch_factor": 4}, SAVING)],
         ),
         ([outcome(WORKERS, at_most=True)], {}, [Candidate(BOTH, SAVING)]),
+        *(
+            ([outcome(WORKERS, name=one.findings[0], scope=scope, at_most=True)], {}, [one])
+            for scope, one in (
+                ("run", Candidate(BOTH, ("slow_start",), of="start")),
+                ("job", Candidate(BOTH, ("worker_restart",), of="loop")),
+            )
+        ),
         ([outcome(WORKERS, forecasts=FORECASTS)], {}, [Candidate(BOTH, SAVING, 2.0)]),
         # What the user names has no prediction.
         (

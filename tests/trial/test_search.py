@@ -16,7 +16,7 @@ import pytest
 from dlprof.errors import DlprofError
 from dlprof.overrides import Value
 from dlprof.result import Outcome, Result, RunInfo, Window, change
-from dlprof.result.tried import Attempt, Gain, Tried
+from dlprof.result.tried import Attempt, Gain, Of, Tried
 from dlprof.trial.job import kept
 from dlprof.trial.measuring import Steps
 from dlprof.trial.planning import Candidate
@@ -75,6 +75,14 @@ def loop(settings: Mapping[str, Value]) -> Steps:
     return steps(100.0, epochs_ms=110 if settings else 150)
 
 
+CODE = {"code.train.py:3": "list_searched"}
+
+
+def starting(settings: Mapping[str, Value]) -> Steps:
+    """Return steps of which a fused optimizer makes each shorter, and an edit the start before them."""
+    return steps(product(settings), start_ns=2e9 if CODE.items() <= settings.items() else 8e9)
+
+
 GONE = Failed("exit code 3: no data")
 PERSISTENT = {"loader.persistent_workers": True}
 
@@ -93,6 +101,9 @@ PERSISTENT = {"loader.persistent_workers": True}
         (lambda _: GONE, [WORKERS], {}, "failed", "not_tried", "", None, None),
         (epochs, [WORKERS], {}, "complete", "no_gain", "", None, None),
         (loop, [PERSISTENT], {"of": "loop"}, "complete", "gain", "", PERSISTENT, 150 / 110),
+        (starting, [CODE], {"of": "start"}, "complete", "gain", "", CODE, 4.0),
+        (starting, [CODE], {}, "complete", "no_gain", "", None, None),
+        (product, [CODE], {"of": "start"}, "complete", "not_counted", "", None, None),
     ],
 )
 def test_what_is_concluded(
@@ -118,6 +129,22 @@ def test_what_is_concluded(
         assert found.best.measured.ratio == pytest.approx(ratio, rel=0.02)
         if not of:  # those are of steps
             assert (found.best.before_ns or 0) / (found.best.after_ns or 1) == pytest.approx(ratio, rel=0.05)
+
+
+@pytest.mark.parametrize("order", [("step", "start"), ("start", "step")])
+def test_what_shortens_the_start_and_what_shortens_a_step_are_kept_each_by_its_own_measure(
+    order: tuple[Of, ...],
+) -> None:
+    run = Pretended(starting, noise=0.004)
+    each: dict[Of, Mapping[str, Value]] = {"step": FUSED, "start": CODE}
+    search = Search(run, [Candidate(each[of], (), 1.2, of) for of in order], 1800, clock=run.clock)
+    search.go()
+    found = search.tried(30)
+    assert [a.verdict for a in (*found.attempts, *found.combinations)] == ["gain"] * 3
+    assert found.best is not None
+    assert found.best.measured is not None
+    assert (found.best.settings, found.best.of) == (FUSED | CODE, "step")
+    assert found.best.measured.ratio == pytest.approx(1.2, rel=0.02)
 
 
 def test_runs_without_and_with_a_change_take_turns_and_a_drift_of_the_machine_is_in_both() -> None:

@@ -211,14 +211,19 @@ _MOSTLY = 0.7
 _DECORATES = re.compile(r"(^|\.)(decorate_context|wrapper|inner|_fn)$")
 
 
+def calling(stack: list[str]) -> tuple[str, str, int] | None:
+    """Return the user's line that begins a phase of the step, as function, file, line; None where none does."""
+    before = itertools.takewhile(lambda text: PHASE_BEGINS.search(text) is None, stack)
+    own = [f for text in before if (f := FRAME.fullmatch(text)) and is_own(f[2])]
+    return (own[-1][1], own[-1][2], int(own[-1][3])) if own else None
+
+
 def training_functions(stacks: Iterable[tuple[str, list[str], int]]) -> set[tuple[str, str]]:
     """Return the functions of the user's, with their files, that call `backward` or the optimizer."""
     found: set[tuple[str, str]] = set()
     for doing, stack, _ in stacks:
         if doing in ("backward", "optimizer"):
-            before = itertools.takewhile(lambda text: PHASE_BEGINS.search(text) is None, stack)
-            own = [f for text in before if (f := FRAME.fullmatch(text)) and is_own(f[2])]
-            found.update((f[1], f[2]) for f in own[-1:])
+            found.update(place[:2] for place in [calling(stack)] if place)
     return found
 
 

@@ -26,6 +26,7 @@ from dlprof.analysis.host.stacks import (
     PLACE,
     Way,
     callers,
+    calling,
     is_own,
     own_lines,
     seen_doing,
@@ -165,15 +166,21 @@ def start_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RA
     `doing`: start; start_wait: waiting for a batch of workers; start_worker: what these made meanwhile. `via` has
     function, file and line; it is the same place where nothing is between. Raises NotMeasured where the start was not
     looked at.
+
+    The first step itself is left out: backward passes, optimizers, and models called where steps call them, too.
     """
     known = stacks[stacks["role"].isin(("start", "start_worker"))]
+    later = stacks[(stacks["role"] == "main") & (stacks["phase"] == "forward")]
+    steps = {calling(text.split(";")) for text in later["stack"]} - {None}
     if not known["samples"].sum():
         raise NotMeasured("the stacks of the start were not recorded")
     texts, seen = texts_of(rank), []
     directory = str(rank.facts.get("directory") or "")
     ways: dict[tuple[str, str, int], Counter[tuple[str, str, int]]] = {}
-    for role, text, n in zip(known["role"], known["stack"], known["samples"], strict=True):
+    for role, phase, text, n in zip(known["role"], known["phase"], known["stack"], known["samples"], strict=True):
         stack = text.split(";")
+        if phase in ("backward", "optimizer") or (phase == "forward" and calling(stack) in steps):
+            continue
         own = [(f[1], f[2], int(f[3])) for frame in stack if (f := FRAME.fullmatch(frame)) and is_own(f[2])]
         if role == "start_worker":
             seen += [("start_worker", stack, n)] if any(_MAKES in frame for frame in stack) else []

@@ -28,6 +28,8 @@ STANDS = (
     'process 7:"";process 8:"";thread (8): MainThread;_worker_loop (/lib/torch/utils/data/_utils/worker.py:1);'
     "fetch (/lib/python3/site-packages/torch/utils/data/_utils/fetch.py:52);__getitem__ (/w/data.py:5)"
 )
+STEP = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:12);{} (/lib/python3/site-packages/torch/{}:9)'
+BACKWARD, FORWARD = STEP.format("backward", "_tensor.py"), STEP.format("_call_impl", "nn/modules/module.py")
 TEXTS = [["/w/train.py", 3, "frame = pd.read_csv(path)"], ["/w/data.py", 5, "with lock:"]]
 
 
@@ -57,6 +59,9 @@ def place(found: Outcome) -> str:
         # The workers' line, not the one that waits for them: 15 of 28 s.
         pytest.param(5, 10, {WAITS: 300, STANDS: 600}, ("data.py:5", "spawn", 15 / 28), id="a first batch"),
         pytest.param(0.5, 0, {LOADS: 100}, None, id="a short start"),
+        # The first step may be long, and is no part of the start.
+        pytest.param(20, 0, {LOADS: 300, WAITS: 100, BACKWARD: 900}, ("train.py:3", "", 15 / 33), id="a first step"),
+        pytest.param(20, 0, {LOADS: 100, FORWARD: 900}, ("train.py:12", "", 18 / 33), id="a model before training"),
     ],
 )
 def test_the_line_of_a_long_start_is_named_with_what_it_takes_of_the_run(
