@@ -55,24 +55,22 @@ print("graphs", graphs, flush=True)
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimized", "fetches"),
-    [("plain", [1], 1), ("accumulate", [0, 1], 1), ("several", [1], 2), ("stream", [1], 1)],
+    ("kind", "batches", "fetches"), [("plain", 1, 1), ("accumulate", 2, 2), ("several", 1, 2), ("stream", 1, 1)]
 )
-def test_each_batch_is_a_step_and_validation_before_training_is_none(
-    kind: str, optimized: list[int], fetches: int, tmp_path: Path
+def test_an_optimizers_step_is_one_and_validation_before_training_is_none(
+    kind: str, batches: int, fetches: int, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     record(tmp_path / "train.py", kind, folder=tmp_path / "run", options=["--window", "3,1,2"])
     rank = tmp_path / "run/ranks/00000"
     steps = rows(rank)
-    epoch = ["train"] * 16 + ["validation"] * 4
-    assert [row["kind"] for row in steps] == ["validation"] * 2 + epoch * 2
+    epoch = 16 // batches
+    assert [row["kind"] for row in steps] == ["validation"] * 2 + (["train"] * epoch + ["validation"] * 4) * 2
     trained = [row for row in steps if row["kind"] == "train"]
-    assert [row["optimizer_steps"] for row in trained] == optimized * (32 // len(optimized))
-    assert {row["backwards"] for row in trained} == {1}
+    assert {(row["backwards"], row["optimizer_steps"]) for row in trained} == {(batches, 1)}
     # A stream's end is known only by asking: one batch ahead.
-    inner = [row["fetches"] for row in trained[1:15] + trained[17:31]]
-    assert inner == [fetches] * 28
+    inner = [row["fetches"] for row in trained[1 : epoch - 1] + trained[epoch + 1 : -1]]
+    assert inner == [fetches] * 2 * (epoch - 2)
     assert [row["step"] for row in steps if row["profiled"]] == [4, 5, 6, 7, 8, 9]
     told = facts(rank)
     assert (told["window"]["state"], told["warnings"]) == ("exported", [])
