@@ -12,10 +12,15 @@ from pathlib import Path
 from statistics import median
 
 
+def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
+    """Return this process's environment and more: with bytecode and compiled templates kept, as an installation has."""
+    return {**{k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}, **(more or {})}
+
+
 def seconds(command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> float:
     """Run a command to its end and give its wall time; raise CalledProcessError with its output where it fails."""
     begin = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, **(env or {})}, cwd=cwd)
+    subprocess.run(command, check=True, capture_output=True, env=_environment(env), cwd=cwd)
     return time.perf_counter() - begin
 
 
@@ -43,7 +48,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path 
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **(env or {})},
+        env=_environment(env),
         cwd=cwd,
     ) as process:
         lines: list[tuple[float, str]] = []
