@@ -91,9 +91,9 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
     causes = [o for o in found if by_id[o.id].of_host and not by_id[o.id].generic]
 
     def half(o: Outcome) -> bool:
-        """Return whether a saving is an upper bound, of what may not be needless: half is expected then."""
-        unknown = any(UNKNOWN in one.text or COMPILED in one.text for one in o.changes[:1])
-        return o.at_most and (unknown or (on_gpu and by_id[o.id].generic))
+        """Return whether a saving is of what may not be needless: half is expected then."""
+        text = o.changes[0].text if o.changes else ""
+        return UNKNOWN in text or (o.at_most and (COMPILED in text or (on_gpu and by_id[o.id].generic)))
 
     expected = {o.id: o.saving_ns * (0.5 if half(o) else by_id[o.id].weight) for o in outcomes}
     keys = {}

@@ -383,6 +383,16 @@ IDIOMS: tuple[Idiom, ...] = (
         r"|\btorch\.(svd|pinverse|inverse|matrix_exp)\(|\.(inverse|pinverse|svd|matrix_exp)\(",
     ),
     Idiom(
+        "samples_decomposed",
+        "decomposes a matrix for every sample",
+        "where it does not change from epoch to epoch, compute it once for each sample, before training (in PyG as a"
+        " `pre_transform`), or keep what was computed by the sample's index",
+        "https://pytorch-geometric.readthedocs.io/en/latest/tutorial/create_dataset.html",
+        DATA,
+        source=r"\blinalg\.(eigh|eigvalsh|eig|eigvals|svd|svdvals|qr|pinv|inv|matrix_exp|lstsq)\("
+        r"|\btorch\.(svd|pinverse|inverse|matrix_exp)\(|\bsparse\.linalg\.\w+\(",
+    ),
+    Idiom(
         "graph_kept",
         "keeps the graph, and walks all that it has kept again",
         "call `backward()` on each part's own loss, without `retain_graph=True`, and sum `loss.detach()`: the gradients"
@@ -642,7 +652,7 @@ IDIOMS: tuple[Idiom, ...] = (
         " `torch.randperm(n)` without `tolist()`",
         _PYTORCH + "data.html#torch.utils.data.RandomSampler",
         (*DATA, "rest", *START),
-        source=r"\brange\(len\(|\blist\(range\(|\brandom\.shuffle\(|\brandperm\(.*tolist\(",
+        source=r"\blist\(range\(|\brandom\.shuffle\(|\brandperm\(.*tolist\(",
         frames=r"__iter__ \(torch[/\\]utils[/\\]data[/\\](sampler|distributed)\.py",
     ),
     Idiom(
@@ -847,6 +857,17 @@ IDIOMS: tuple[Idiom, ...] = (
         frames=r"tqdm[/\\]|rich[/\\]",
     ),
     Idiom(
+        "saved_compressed",
+        "compresses what it writes",
+        "write it uncompressed: the bits of weights hardly compress (`torch.save(state, path)`); where room is short,"
+        " compress it after training, or with `compresslevel=1`",
+        "https://docs.python.org/3/library/gzip.html#gzip.open",
+        LOOP,
+        around=r"write \((.*[/\\])?(gzip|bz2|lzma)\.py",
+        source=r"\b(gzip|bz2|lzma)\.open\(|\bsavez_compressed\(",
+        first=False,
+    ),
+    Idiom(
         "saved",
         "writes a file",
         "save every k-th step, in a thread (`torch.distributed.checkpoint.async_save`), or fewer bytes",
@@ -1034,6 +1055,16 @@ IDIOMS: tuple[Idiom, ...] = (
         last=True,
         unless=r"\(.*torch/nn/modules/(?!loss|module)",  # a loop over layers, heads or experts is none over elements
         loops=True,
+    ),
+    Idiom(
+        "rows_stacked",
+        "puts together what was taken row by row",
+        "take all rows with one index (`array[rows]`, of several axes `array[episodes, steps]`), and compute on all of"
+        " them at once, not on one after the other",
+        "https://numpy.org/doc/stable/user/basics.indexing.html#advanced-indexing",
+        ("rest",),
+        source=r"\b(np|numpy)\.(v?stack|concatenate)\(",
+        last=True,
     ),
     Idiom(
         "numpy_in_the_loop",

@@ -150,10 +150,6 @@ def _of_groups(job: Job) -> list[str]:
 
 # What slows a whole process at a cost that no recording shows: a fact of the process, or a variable and its values.
 _SLOWED = {
-    "profiler": "a profiler of Python's calls is on ({})",
-    "tracer": "a tracer of Python's lines is on ({}: a debugger, coverage)",
-    "monitors": "Python's calls or lines are monitored ({})",
-    "tracemalloc": "`tracemalloc` keeps where each object was made",
     "development": "Python's development mode is on (`-X dev`, `PYTHONDEVMODE`)",
     "sanitizer": "a library checks memory or threads ({})",
     "malloc": "`PYTHONMALLOC={}` is set",

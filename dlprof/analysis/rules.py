@@ -22,6 +22,7 @@ from dlprof.analysis.compute.rules import (
     needless_products,
     one_hot_input,
     recurrent_loop,
+    repeated_derivatives,
     unfused_activation,
     unfused_attention,
     unfused_loss,
@@ -41,6 +42,7 @@ from dlprof.analysis.host.rules import (
     parameter_loop,
     queued_wait,
     step_python,
+    traced_python,
 )
 from dlprof.analysis.input.rules import (
     duplicate_batches,
@@ -133,6 +135,7 @@ RULES: tuple[Rule, ...] = (
     queued_wait.RULE,
     recompilation.RULE,
     recurrent_loop.RULE,
+    repeated_derivatives.RULE,
     shared_cores.RULE,
     skipped_steps.RULE,
     slow_link.RULE,
@@ -145,6 +148,7 @@ RULES: tuple[Rule, ...] = (
     straggler.RULE,
     thread_oversubscription.RULE,
     throttled_clock.RULE,
+    traced_python.RULE,
     unequal_lengths.RULE,
     unfused_activation.RULE,
     unfused_attention.RULE,

@@ -92,7 +92,12 @@ RANK: Mapping[str, Shape] = {
         }
     ],
     "optimizers": [
-        {"class": str, "takes": [str], **_all(bool, "fused foreach"), **_all(int, "parameters parameter_groups")}
+        {
+            "class": str,
+            "takes": [str],
+            **_all(bool, "fused foreach"),
+            **_all(int, "parameters parameter_groups distinct_groups"),
+        }
     ],
     "directory": str,
     "calls": [
@@ -118,6 +123,7 @@ RANK: Mapping[str, Shape] = {
         "shapes": [{**_all(str, "operator dtype shape"), **_all(int, "calls flops bytes")}],
         "moved": [{**_all(str, "operator dtype device"), **_all(int, "calls bytes")}],
         **_all(int, "chained_bytes fused_bytes"),
+        "derivatives": _all(int, "calls outputs"),
         "one_hot": [_all(int, "values classes")],
         "uncounted": {},
         "lines": [

@@ -242,6 +242,8 @@ def _watch_autograd(clock: StepClock) -> None:
                     return original(*args, **kwargs)
             if (watcher := clock.watcher) is not None:
                 watcher.begin_backward(args, kwargs)
+            if (differentiated := clock.differentiated) is not None:
+                differentiated(args[0] if args else next(iter(kwargs.values()), None))
             if (losses := clock.losses) is not None and is_backward:
                 losses.see(*args, **kwargs)
             try:

@@ -407,6 +407,9 @@ class StepClock(Phases):
     capturing: bool = False  # a CUDA graph is being captured on the training thread; see device/gpu.py
     end_of_step: Callable[[], Any] | None = None  # called at each step's end; Step.device keeps the answer
     fetch_watcher: FetchWatcher | None = None
+    differentiated: Callable[[Any], None] | None = (
+        None  # sees what `backward` and `grad` begin from, in the counted step
+    )
     losses: Any = None  # what sees the losses of backward passes, where they are asked for; see collectors/losses.py
     done: list[tuple[Any, ...]] = field(default_factory=list)  # the cells of Steps that were not passed on yet
     due_ns: int = 0  # they are passed on at the first step that ends then or later, or

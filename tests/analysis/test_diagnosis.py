@@ -14,7 +14,7 @@ import pytest
 
 from dlprof.analysis.diagnosis import diagnose, diagnosed, rule_named, wanted
 from dlprof.analysis.engine import Maybe, Measured, check_needs, maybe, measure, needs, per_rank
-from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.estimate import LEAST_SHARE, UNKNOWN, Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.figures import FIELDS
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.savings import LEAST_NOISE
@@ -202,6 +202,9 @@ FOUND: dict[str, tuple[list[tuple[str, Check, dict[str, Any]]], list[str]]] = {
     "a bound whose remedy is to compile": (
         [("python", finding(0.4, at_most=True, changes=(Change("`torch.compile(model)`: fewer operators"),)), COPY),
          ("copy", finding(0.3), COPY)], ["copy", "python"]),
+    "an unknown remedy": (
+        [("python", finding(0.5, changes=(Change(f"faster ({UNKNOWN})"),)), COPY), ("copy", finding(0.3), COPY)],
+        ["copy", "python"]),
     "a bound with a remedy": ([("python", finding(0.4, at_most=True), COPY), ("copy", finding(0.3), COPY)],
                               ["python", "copy"]),
     # What others usually gain comes after needless work that saves about as much.

@@ -58,15 +58,14 @@ def test_missing_ranks_are_named_and_those_that_were_asked_for_no_trace_are_not(
 
 
 def test_what_slows_a_process_for_debugging_is_named(tmp_path: Path) -> None:
-    process = {"nice": 0, "profiler": "cProfile.Profile", "tracer": None, "monitors": ["coverage"], "tracemalloc": True}
+    process = {"nice": 0, "development": True, "sanitizer": None, "malloc": "debug", "tracemalloc": True}
     facts = {**CPU, "process": process, "env": {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_DEBUG": "INFO"}}
     run = recorded(tmp_path / "run", (None, NINE, facts), (None, NINE, {**CPU, "process": {"development": False}}))
     told = [text for text in warned(run) if "debugging" in text]
     cost = ", on rank 0: what that costs is not known; it is for debugging"
     assert told == [
-        f"a profiler of Python's calls is on (cProfile.Profile){cost}",
-        f"Python's calls or lines are monitored (coverage){cost}",
-        f"`tracemalloc` keeps where each object was made{cost}",
+        f"Python's development mode is on (`-X dev`, `PYTHONDEVMODE`){cost}",
+        f"`PYTHONMALLOC=debug` is set{cost}",
         f"`CUDA_LAUNCH_BLOCKING=1`: the host waits for each kernel{cost}",
     ]
 

@@ -74,7 +74,9 @@ def records(command: list[str], env: dict[str, str], folder: Path) -> subprocess
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # where a compiler makes DeepSpeed's operator
 @pytest.mark.parametrize(("launcher", "stage"), [(TORCHRUN, 1), (TORCHRUN, 2), (TORCHRUN, 3), (THEIRS, 1), (BOUND, 2)])
-def test_an_optimizers_step_is_one_with_all_its_micro_batches(launcher: Sequence[str], stage: int, env: dict[str, str], tmp_path: Path) -> None:
+def test_an_optimizers_step_is_one_with_all_its_micro_batches(
+    launcher: Sequence[str], stage: int, env: dict[str, str], tmp_path: Path
+) -> None:
     if launcher is BOUND and shutil.which("numactl") is None:
         pytest.skip("numactl, which DeepSpeed binds with, is not installed")
     done = records([*launcher, "train.py", str(stage)], env, tmp_path)

@@ -38,8 +38,10 @@ NO_SCRIPT_CAN |= {
     "masked_attention",
     "needless_products",
     "own_profiler",
+    "repeated_derivatives",
     "slow_start",
     "stalled_steps",
+    "traced_python",
     "unused_batches",
     "unused_gradients",
 }

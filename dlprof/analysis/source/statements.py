@@ -51,6 +51,32 @@ def switched_on(trees: Trees, function: str, keyword: str) -> tuple[Place, ...]:
     return tuple(places[:_MOST])
 
 
+def calling(trees: Trees, *functions: str) -> tuple[Place, ...]:
+    """Return the lines that call one of these functions, as "tracemalloc.start", or imported by its last name."""
+    names = {of for one in functions for of in (one, one.rpartition(".")[2])}
+    found = [(file, node) for file, node in _calls(trees) if ast.unparse(node.func) in names]
+    return tuple(Place(file, node.lineno, what=ast.unparse(node)) for file, node in found[:_MOST])
+
+
+def groups_made(trees: Trees, optimizer: str) -> tuple[Place, ...]:
+    """Return the lines that make the groups of an optimizer's class: the first dictionary in what it is called with, or
+    in the function of the script that is called there.
+    """
+    found = []
+    for file, node in _calls(trees):
+        given = [*node.args[:1], *(one.value for one in node.keywords if one.arg == "params")]
+        if _name(node.func) != optimizer or not given:
+            continue
+        called = {_name(of.func) for of in ast.walk(given[0]) if isinstance(of, ast.Call)}
+        parts: list[tuple[str, ast.AST]] = [(file, given[0])]
+        parts += [(w, f) for w, t in trees.items() for f in ast.walk(t) if _is_function(f) and _name(f) in called]
+        made = [
+            (where, one) for where, part in parts for one in ast.walk(part) if isinstance(one, ast.Dict) and one.keys
+        ]
+        found += [Place(where, one.lineno, what=ast.unparse(one)) for where, one in made[:1]]
+    return tuple(found[:_MOST])
+
+
 def causal_masks(trees: Trees, file: str, line: int) -> tuple[Place, ...]:
     """Return where the mask is made that a line gives to `scaled_dot_product_attention`, if it is known to be causal.
 
@@ -257,6 +283,10 @@ def _makes(call: ast.Call) -> bool:
 def _calls(trees: Trees) -> Iterator[tuple[str, ast.Call]]:
     for file, tree in trees.items():
         yield from ((file, node) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef)
 
 
 def _name(node: ast.AST) -> str:

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -496,11 +496,21 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
             # The constructors of torch's optimizers keep all their arguments in `defaults`.
             takes=lambda: [name for name in ("fused", "foreach") if name in optimizer.defaults],
             parameter_groups=lambda: len(groups),
+            distinct_groups=lambda: len({_settings_of(g) for g in groups}),
             parameters=lambda: sum(len(g["params"]) for g in groups),
             # A tensor on a device is not read, since that would wait for the device.
             lr=lambda: rate if isinstance(rate := groups[0].get("lr"), (int, float)) else None,
         ),
     }
+
+
+def _settings_of(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return what an optimizer's group is but for its parameters; a tensor is what it is by identity, as it may lie on
+    a device.
+    """
+    plain = (bool, int, float, str, type(None))
+    each = {k: v if isinstance(v, plain) else tuple(v) if isinstance(v, tuple) else id(v) for k, v in group.items()}
+    return tuple(sorted((k, v) for k, v in each.items() if k not in ("params", "param_names")))
 
 
 def _matmul() -> dict[str, Any]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -150,6 +152,7 @@ class Flops:
         self._counts = _Counts(recorder.clock, recorder.module_ranges.follow(alive(recorder.observed.models)))
         self._mode = _mode(self._counts)
         recorder.switched_off = self.stop
+        recorder.clock.differentiated = self._counts.differentiates
         self._mode.__enter__()
         self._counting = True
         recorder.clock.row.profiled = 1
@@ -174,6 +177,7 @@ class Flops:
             return True
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+        self._recorder.clock.differentiated = None
         if self._follows:
             self._follows = False
             self._recorder.module_ranges.follow_no_more()
@@ -244,8 +248,20 @@ class _Counts:
         self._lines: dict[tuple[str, str, Any, int], _Line] = {}
         self._callers: dict[tuple[Any, int], Place] = {}  # of the functions that these lines are in
         self._after = "fetch" if clock.row.fetches else "optimizer"
+        self._outputs: dict[int, weakref.ref[Any]] = {}  # that `backward` and `grad` began from
+        self._derivatives = [0, 0]  # calls of these, and different outputs
         self.over = False
         self.error = ""
+
+    def differentiates(self, outputs: Any) -> None:
+        """Count a call of `backward` or `grad`, and its outputs that no earlier one began from. Never raises."""
+        self._derivatives[0] += 1
+        for one in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+            known = self._outputs.get(id(one))
+            if known is None or known() is not one:
+                self._derivatives[1] += 1
+                with suppress(TypeError):  # no tensor, and nothing that can be kept so
+                    self._outputs[id(one)] = weakref.ref(one)
 
     def see(self, func: Any, args: Any, given: Mapping[str, Any], out: Any) -> None:
         """Count one call of an operator, `given`: by name. What the script's data set calls is not the model's."""
@@ -358,6 +374,7 @@ class _Counts:
             "lines": self._of_lines(),
             "flows": None if self.flows is None else self.flows.facts(),
             **self._traffic.facts(),
+            "derivatives": dict(zip(("calls", "outputs"), self._derivatives, strict=True)),
             "one_hot": [{"values": n, "classes": k} for n, k in sorted(self._one_hot)[:_MOST_ONE_HOT]],
             "uncounted": dict([(n, k) for n, k in self._others.most_common() if _computes(n)][:_MOST_OPERATORS]),
         }

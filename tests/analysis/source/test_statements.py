@@ -6,7 +6,14 @@ import ast
 
 import pytest
 
-from dlprof.analysis.source.statements import causal_masks, filtered_after, parts_taken, switched_on
+from dlprof.analysis.source.statements import (
+    calling,
+    causal_masks,
+    filtered_after,
+    groups_made,
+    parts_taken,
+    switched_on,
+)
 
 CALLS = """
 def forward(q, k, v, mask):
@@ -171,3 +178,36 @@ def test_a_data_set_without_parts_is_named_by_its_method() -> None:
     trees = {"train.py": ast.parse(CLIPS.format("label = 0", "clip = frames.view(2, 3)"))}
     assert [(place.line, place.function) for place in parts_taken(trees, "Clips")] == [(5, "Clips.__getitem__")]
     assert parts_taken(trees, "Subset", "default_collate") == ()
+
+
+GROUPED = """
+def groups_of(model, settings):
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = {"…": [p], "lr": settings.lr}
+    return list(found.values())
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        ("optimizer = torch.optim.AdamW(groups_of(model, args), lr=0.1)", 5),
+        ("optimizer = AdamW(params=self.trainer.groups_of(model, args))", 5),
+        ("optimizer = AdamW([{'…': p} for p in model.parameters()])", 7),
+        ("optimizer = AdamW(model.parameters())", None),
+        ("optimizer = Adam(groups_of(model, args))", None),
+    ],
+)
+def test_where_the_groups_of_an_optimizer_are_made(made: str, line: int | None) -> None:
+    places = groups_made({"train.py": ast.parse(GROUPED + made)}, "AdamW")
+    assert [place.line for place in places] == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [("tracemalloc.start(10)", [1]), ("start()", [1]), ("timer.start()", []), ("x = 1\nsys.settrace(f)", [2])],
+)
+def test_the_lines_that_call_a_function(text: str, lines: list[int]) -> None:
+    found = calling({"train.py": ast.parse(text)}, "tracemalloc.start", "sys.settrace")
+    assert [place.line for place in found] == lines

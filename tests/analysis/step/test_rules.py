@@ -81,6 +81,14 @@ CALL = "_wrapped_call_impl (/lib/python3.11/site-packages/torch/nn/modules/modul
 STACKS = "".join(f"{MAIN};main (/me/train.py:{n});{CALL};forward (/me/net.py:5) {k}\n" for n, k in ((61, 55), (69, 45)))
 
 
+def compressing(make: Make) -> Make:
+    """Let stacks have been seen in which saving compresses what it writes."""
+    stack = (
+        f"{MAIN};main (/me/train.py:30);save (/lib/torch/serialization.py:1);GzipFile.write (/lib/python3/gzip.py:9)"
+    )
+    return lambda folder: sample(make(folder), f"{stack} 80\n")
+
+
 def unused(ms: int) -> list[dict[str, Any]]:
     """Return 50 steps of 20 ms, of which so many ms are in forward passes for nothing."""
     return [light(n, 20 * MS, forward_ns=8 * MS, unused_forward_ns=ms * MS, forwards=2) for n in range(50)]
@@ -222,6 +230,8 @@ CASES = [
                   epochs=range(5, 60, 10)),
          saving=1800 / 63, share=pytest.approx(1800 / 8100, rel=0.01), of_training=[False, True],
          says=("saved 6 times", "300.0 ms each time")),
+    case("saves that compress", SAVES, compressing(stalling("saves", FIFTH, dur=50)), share=0.1,
+         of_training=[False, False, True], says="write it uncompressed"),
     case("one rank saves", SAVES, stalling("saves", FIFTH, range(0), dur=50), saving=10.0, ranks=(0,), costs={0: 10.0},
          says="is assumed"),
     case("short saves", SAVES, stalling("saves", FIFTH, dur=5), state="clear", share=0.01),

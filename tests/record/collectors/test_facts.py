@@ -83,6 +83,7 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(
             "foreach": False,
             "takes": ["fused", "foreach"],
             "parameter_groups": 2,
+            "distinct_groups": 2,
             "parameters": 5,
             "lr": 0.25,
         }

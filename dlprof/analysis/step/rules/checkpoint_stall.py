@@ -16,7 +16,8 @@ longer besides, as to gather the state: by how much they, and the steps after th
 job saves so often that the system never stops writing to its disk, that slows all steps alike on a busy host, and none
 of them shows by how much: then more is gained than is predicted.
 
-What to change: save in the background (`torch.distributed.checkpoint.async_save` returns once the state is copied); let
+What to change: where what is saved is compressed on the way, as by `gzip.open`, write it as it is: weights hardly
+compress. Save in the background (`torch.distributed.checkpoint.async_save` returns once the state is copied); let
 each rank write its own part; write to a local disk first. If the training may change: save less often (what a failure
 costs is half the interval, on average).
 """
@@ -31,11 +32,13 @@ import pandas as pd
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.panels.step import stall_bars
+from dlprof.analysis.source.line_shares import costliest, costly_lines
 from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part, part_noise
 from dlprof.analysis.step.savings import LEAST_NOISE, stall_savings
 from dlprof.analysis.step.whole_job import training_steps, whole_job
 from dlprof.analysis.timeline.stalls import stall_means, stalled_steps, stalls_of
 from dlprof.analysis.timeline.steps import mean_step_ns
+from dlprof.result import Change
 from dlprof.units import count, duration, every, percent, typed
 
 # What saving less often is to bring checkpoints down to: below it they are no finding.
@@ -90,11 +93,13 @@ def explain(
     stall_means: Frame = needs(stall_means),
     stalled_steps: Frame = needs(stalled_steps),
     mean_step_ns: float = needs(mean_step_ns),
+    costly_lines: Maybe[Frame] = maybe(costly_lines),
     job: Job = needs(JOB),
 ) -> Explanation:
     rank, by_rank = estimate.worst, estimate.by_rank_ns
+    compressing = _compressing(costly_lines, rank)
     if estimate.scope == "job":
-        return _outside(estimate)
+        return _outside(estimate, compressing)
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
     apart, share, steps = float(mine["every"]), estimate.saving_ns / mean_step_ns, stalls_of(stalled_steps, _KIND, rank)
     path = str(steps.nlargest(1, "ns")["path"].iloc[0]) if len(steps) else ""  # "" is a buffer in memory
@@ -107,6 +112,7 @@ def explain(
         summary=f"Rank {rank} saves in {every(apart, 'steady step')} and stands still for"
         f" {duration(float(mine['mean_ns']) * apart)} then{f' ({path[-80:]})' if path else ''}{longer}.",
         changes=(
+            *compressing,
             change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
             change(
                 f"save every {typed(apart * max(2, rarer)):,} steps (now {every(apart, 'one')}): at most"
@@ -121,7 +127,17 @@ def explain(
     )
 
 
-def _outside(estimate: Estimate) -> Explanation:
+def _compressing(lines: Maybe[pd.DataFrame], rank: int) -> tuple[Change, ...]:
+    """Return the change of a line that compresses what it saves, where one was seen."""
+    frame = lines.or_none()
+    if frame is None:
+        return ()
+    mine = frame[(frame["rank"] == rank) & (frame["doing"] == "rest") & (frame["idiom"] == "saved_compressed")]
+    line = costliest(lines, rank, "rest") if len(mine) else None
+    return (change(line.advice()),) if line and line.idiom and line.idiom.name == "saved_compressed" else ()
+
+
+def _outside(estimate: Estimate, compressing: tuple[Change, ...]) -> Explanation:
     mine = estimate.rows(estimate.seen).iloc[0]
     saves, ns = int(mine["steps"]), float(mine["ns"])
     return Explanation(
@@ -129,6 +145,7 @@ def _outside(estimate: Estimate) -> Explanation:
         summary=f"Rank {estimate.worst} saved {count(saves, 'time')}, between its steady steps, and stood still for"
         f" {duration(ns / max(saves, 1))} each time.",
         changes=(
+            *compressing,
             change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
             change("save less often, or less: what one failure may cost is half the interval", training=True),
         ),
