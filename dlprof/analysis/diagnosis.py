@@ -93,7 +93,8 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
     def half(o: Outcome) -> bool:
         """Return whether a saving is of what may not be needless: half is expected then."""
         text = o.changes[0].text if o.changes else ""
-        return UNKNOWN in text or (o.at_most and (COMPILED in text or (on_gpu and by_id[o.id].generic)))
+        unknown = UNKNOWN in text or any(one.informs for one in o.changes[:1])
+        return unknown or (o.at_most and (COMPILED in text or (on_gpu and by_id[o.id].generic)))
 
     expected = {o.id: o.saving_ns * (0.5 if half(o) else by_id[o.id].weight) for o in outcomes}
     keys = {}

@@ -243,6 +243,8 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
     sentence = sentence if sentence.endswith((".", "!", "?", "…")) else sentence + "."
     if not saves(first):
         return sentence, _WITHOUT_TIME.get(first.scope, "It has no estimated saving.")
+    if first.changes and first.changes[0].informs:
+        return sentence, "No change is known to dlprof that would gain some of it."
     what = "what was traced" if unit(result) == "trace" else "the traced steps" if all_traced(result) else "this job"
     if first.speedup >= 1.005 and math.isfinite(first.speedup):
         return sentence, f"{_remedy(result, first)}{_at(first)} would make {what} {gained(first)}."
