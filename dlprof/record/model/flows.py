@@ -5,8 +5,8 @@ has computed the others for nothing: scores of all tokens whose loss counts a fe
 gives the same before its input was made larger. A weight that is put together from factors costs a product of its own
 size, and a gradient of that size, which the factors one after the other do not. On a CPU a convolution over many taps,
 or by a constant kernel of rank 1, may be cheaper in another form. Rows that are multiplied by zero need not be
-computed. The same operator of the same tensors gives the same: in this step again, or, where nothing that it is made of
-changes, in each step.
+computed, nor scores of attention that are masked. The same operator of the same tensors gives the same: in this step
+again, or, where nothing that it is made of changes, in each step.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _LOSSES = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 _COPIES = ("aten::_to_copy", "aten::clone")
 _JOINS = ("aten::cat", "aten::stack")
 _PICKS = ("aten::index", "aten::index_select")
+# A value below it, filled into scores, leaves nothing of them; so much of them is more than a causal mask does.
+_MASKS_OUT, _MOSTLY_MASKED, _OF_PADDING = -1e4, 0.6, 0.1
 
 
 class Call(NamedTuple):
@@ -222,6 +224,8 @@ class Flows:
         self._read(call, tensors, args, out, but=source, product=product)
         if call.flops:
             self._multiplied(call, tensors, args)
+        if (masked := _masked(call.operator, args)) >= _MOSTLY_MASKED:
+            self._keep("masked", call, 1 - masked)
         weights = [self._weights.get(_storage(t)) for t in tensors]
         place = _storage(out)
         if any(_storage(t) == place for t in tensors):  # in place
@@ -432,6 +436,32 @@ def _not_zero(rows: Any) -> float:
         return 1.0
     some = rows.flatten(0, -2)[:: max(rows.numel() // rows.shape[-1] // _LOOKED_AT, 1)]
     return float((some != 0).sum(-1).max().item()) / int(rows.shape[-1])
+
+
+def _masked(operator: str, args: Any) -> float:
+    """Return the share of scores that an operator masks out, in some of the rows; 0 where it is no such one.
+
+    Nor where many queries do not see their own key: those are of padding, which is another waste.
+    """
+    if operator in ("aten::masked_fill", "aten::masked_fill_"):
+        mask, value, out = args[1], args[2], True
+    elif operator == "aten::where" and len(args) > 2:
+        mask, out = args[0], _is_low_value(args[1])
+        value = args[1] if out else args[2]
+    else:
+        return 0.0
+    if mask.dim() < 2 or mask.shape[-2] != mask.shape[-1] or mask.shape[-1] < _WIDE or not _is_low_value(value):
+        return 0.0
+    some = mask.flatten(0, -2)[:: max(mask.numel() // mask.shape[-1] // _LOOKED_AT, 1)]
+    share, own = (float((one.bool() == out).float().mean().item()) for one in (some, mask.diagonal(dim1=-2, dim2=-1)))
+    return share if own <= _OF_PADDING else 0.0
+
+
+def _is_low_value(value: Any) -> bool:
+    """Return whether a number, or a tensor of one, masks out what it is filled into."""
+    if hasattr(value, "untyped_storage"):
+        return bool(value.dim() == 0 and value.item() < _MASKS_OUT)
+    return isinstance(value, (int, float)) and value < _MASKS_OUT
 
 
 def _is_whole(tensor: Any) -> bool:

@@ -210,3 +210,42 @@ def test_convolutions_that_another_form_may_be_cheaper_than_are_found_and_no_oth
     }
     assert len(flops["flows"]) == 4
     assert all(f"def {name}(" in text[row["line"] - 1] for name, row in found.items())
+
+
+# Likewise, of scores that are masked: how many of them a mask leaves, in the form that it is filled in.
+MASKED = """
+import torch
+torch.set_num_threads(1)
+weight = torch.nn.Parameter(torch.randn(8, 8))
+optimizer = torch.optim.SGD([weight], 0.1)
+rows = torch.arange(256)
+near = (rows[:, None] >= rows) & (rows[:, None] - rows < 32)
+causal, long = rows[:, None] >= rows, rows < 50
+low = torch.finfo(torch.float32).min
+
+def a_window(s): return s.masked_fill(~near, float("-inf"))
+def in_place(s): return s.clone().masked_fill_(~near[None], -1e9)
+def by_where(s): return torch.where(near, s, torch.tensor(low))
+def turned_round(s): return torch.where(~near, low, s)
+def a_causal_mask(s): return s.masked_fill(~causal, low)
+def padding(s): return s.masked_fill(~(causal & long), low)
+def zeros(s): return s.masked_fill(~near, 0.0)
+def other_rows(s): return s[:, :100].masked_fill(~near[:100], low)
+def few(s): return s[:, :64, :64].masked_fill(~near[:64, :64], low)
+
+cases = [f for name, f in list(globals().items()) if getattr(getattr(f, "__code__", None), "co_argcount", 0) == 1]
+for n in range(14):
+    x = torch.randn(2, 256, 8)
+    optimizer.zero_grad()
+    sum(case((x + k) @ weight @ x.mT).softmax(-1).square().mean() for k, case in enumerate(cases)).backward()
+    optimizer.step()
+"""
+
+
+def test_scores_of_which_most_are_masked_are_found_and_no_others(tmp_path: Path) -> None:
+    run_recorded(tmp_path, MASKED)
+    flows = facts(tmp_path / "run/ranks/00000")["flops"]["flows"]
+    found = {row["function"]: row["used"] for row in flows if row["kind"] == "masked"}
+    # Of 256 keys a window leaves 32 at most.
+    left = pytest.approx(sum(min(n + 1, 32) for n in range(256)) / 256**2, rel=0.02)
+    assert found == dict.fromkeys(("a_window", "in_place", "by_where", "turned_round"), left)

@@ -13,18 +13,21 @@ two products forward and five backward and moves queries, keys, values and the r
 peak that FlashAttention reaches at least: half on Ampere and Ada, 35 % on Hopper, a quarter elsewhere. The saving is
 limited by how fast the host can launch. This needs shapes (`record_shapes=True`, or a recording by dlprof), 16-bit
 types, and a device with known peaks that FlashAttention supports (compute capability 8 or later; AMD CDNA). On a CPU a
-fused kernel takes 15 % longer than the products alone, by measurement, and there is none with dropout.
+fused kernel takes 15 % longer than the products alone, by measurement, and there is none with dropout. Where the masks
+of the counted step leave less than 40 % of the scores, as windows do: at most the share of all this that is masked.
 
 What to change: `torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)`;
 `attn_implementation="sdpa"` in `transformers`; `need_weights=False` for `nn.MultiheadAttention`. For a function of the
-scores that it cannot express: `torch.nn.attention.flex_attention`. Where the script calls it already and PyTorch fell
-back to the "math" implementation, the finding names the known reasons: the type, the head's width, a mask. The change
-also frees the memory of the scores.
+scores that it cannot express: `torch.nn.attention.flex_attention`. Where most scores are masked, attention in blocks.
+Where the script calls it already and PyTorch fell back to the "math" implementation, the finding names the known
+reasons: the type, the head's width, a mask. The change also frees the memory of the scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+import numpy as np
 
 from dlprof.analysis import settings
 from dlprof.analysis.compute.attention import WIDEST, attention
@@ -105,16 +108,21 @@ def check(
         unknown = "its shapes were neither traced (`--shapes`, or record_shapes=True) nor counted"
     elif frame["fused_ns"].isna().any():
         unknown = f"how fast a fused kernel is on this device in {frame['dtype'].iloc[0]} is not known"
-    saved = by_rank(frame.assign(saved_ns=(frame["ns"] - frame["fused_ns"]).clip(lower=0.0)), "saved_ns")
+    needless = 1 - _left(job, rank)
+    unknown = "" if needless else unknown
+    fused_ns = (frame["ns"] - frame["fused_ns"]).clip(lower=0.0)
+    saved = by_rank(frame.assign(saved_ns=np.fmax(fused_ns, needless * frame["ns"])), "saved_ns")
     most = frame.groupby("rank")["most_ns"].first()
-    saved = {rank: min(ns, float(most[rank])) for rank, ns in saved.items()}
+    saved = {rank: ns if needless else min(ns, float(most[rank])) for rank, ns in saved.items()}
     if settings.on_cpu(job):
         took, saved = (in_all_steps(ns, cpu_parts.get(), cpu_work.get()) for ns in (took, saved))
     takes = f"attention that keeps its scores in memory takes {percent(took[rank] / mean_step_ns)} of the step"
     return Estimate(
         gone_ns=took if unknown else saved,
         noise_of=("computation",),
-        loses="would be saved by fused attention",
+        loses="would be saved by attention that computes no masked score, at most"
+        if needless
+        else "would be saved by fused attention",
         summary=takes if unknown else "",
         unknown=unknown,
         seen=rank,
@@ -128,6 +136,7 @@ def explain(
     job: Job = needs(JOB),
 ) -> Explanation:
     rank = estimate.seen
+    left = _left(job, rank)
     mine = attention[attention["rank"] == rank].sort_values("ns", ascending=False, kind="stable")
     return Explanation(
         title="Attention is not fused: it writes its scores to memory",
@@ -135,12 +144,34 @@ def explain(
         f" {often(float(mine['calls'].sum()))} a step, which takes {duration(mine['ns'].sum())} of the"
         f" {duration(mean_step_ns)} step. Most of it is for queries and values of"
         f" {' and '.join(mine['shape'].iloc[0].split())}.",
-        changes=_changes(mine, settings.model(job)),
+        changes=(*_in_blocks(left), *_changes(mine, settings.model(job))),
+        at_most=left < 1,
         evidence=table(f"Attention with its scores in memory, a step of rank {rank}", mine, _COLUMNS, MOST_ROWS),
-        sure="Estimated from the time of the products: the ratio was measured on a CPU."
+        sure="At most: the time of all of it, by the share of the scores that is masked."
+        if left < 1
+        else "Estimated from the time of the products: the ratio was measured on a CPU."
         if settings.on_cpu(job)
         else f"Estimated for fused kernels at {percent(mine['share'].iloc[0])} of the device's peak, which good kernels"
         " exceed, and without skipping the masked half of causal attention.",
+    )
+
+
+def _left(job: Job, rank: int) -> float:
+    """Return the share of scores that the masks of a rank leave, 1 where most are left, or that is not known."""
+    flows = (job.facts[rank].get("flops") or {}).get("flows") or []
+    return max((float(one["used"]) for one in flows if one.get("kind") == "masked"), default=1.0)
+
+
+def _in_blocks(left: float) -> tuple[Change, ...]:
+    """Return what computes no score that is masked, where most of them are."""
+    if left == 1:
+        return ()
+    return (
+        change(
+            f"skip the scores that are masked, {percent(1 - left)} of all: for a window, multiply each block of queries"
+            " by its own block of keys and the one before (`view` of the sequence as blocks), masked within; or"
+            " `torch.nn.attention.flex_attention`, compiled, with a block mask"
+        ),
     )
 
 
