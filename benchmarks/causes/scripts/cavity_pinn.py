@@ -44,7 +44,11 @@ class CavityProblem:
 
     def residuals_at_once(self, x, y, t):
         u, v, p = self.net(x, y, t)
-        (u_x, u_y, u_t), (v_x, v_y, v_t), (p_x, p_y) = derivative(u, x, y, t), derivative(v, x, y, t), derivative(p, x, y)
+        (u_x, u_y, u_t), (v_x, v_y, v_t), (p_x, p_y) = (
+            derivative(u, x, y, t),
+            derivative(v, x, y, t),
+            derivative(p, x, y),
+        )
         u_xx, u_yy, v_xx, v_yy = derivative(u_x, x), derivative(u_y, y), derivative(v_x, x), derivative(v_y, y)
         return self.balance(u, v, u_x, u_y, u_t, v_x, v_y, v_t, p_x, p_y, u_xx + u_yy, v_xx + v_yy)
 

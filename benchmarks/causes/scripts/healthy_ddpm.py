@@ -71,7 +71,10 @@ class Diffusion:
 
 def rings(config, generator):
     place = torch.linspace(-1, 1, config.side)
-    centre, radius = torch.rand(2, config.batch, 1, 1, generator=generator) - 0.5, 0.3 + 0.3 * torch.rand(config.batch, 1, 1, generator=generator)
+    centre, radius = (
+        torch.rand(2, config.batch, 1, 1, generator=generator) - 0.5,
+        0.3 + 0.3 * torch.rand(config.batch, 1, 1, generator=generator),
+    )
     distance = ((place - centre[0]) ** 2 + (place[:, None] - centre[1]) ** 2).sqrt()
     return (torch.exp(-((distance - radius) ** 2) / 0.01) * 2 - 1).unsqueeze(1)
 

@@ -4,11 +4,11 @@ import argparse
 import time
 from dataclasses import dataclass, field
 
-begun = time.perf_counter()
-
 import numpy as np
 import torch
 from torch import nn
+
+begun = time.perf_counter()
 
 
 @dataclass
@@ -121,9 +121,7 @@ def main():
     print(f"{config.conversations} conversations in {len(data.rows)} rows")
     model = ChatModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, fused=True)
-    for step in range(config.steps):
-        if step == 10:
-            start = time.perf_counter()
+    for _ in range(config.steps):
         chosen = torch.randint(len(data.rows), (config.batch,)).tolist()
         tokens, part = (torch.stack(column) for column in zip(*map(data.row, chosen)))
         targets = tokens[:, 1:].masked_fill((part[:, 1:] != part[:, :-1]) | (part[:, 1:] < 0), -100)

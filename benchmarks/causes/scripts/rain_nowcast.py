@@ -31,7 +31,7 @@ class Nowcaster(nn.Module):
         self.decode = nn.ConvTranspose2d(width, lead, 4, stride=4)
 
     def forward(self, frames):
-        batch, steps, height, side = frames.shape
+        batch, steps = frames.shape[:2]
         encoded = self.encode(frames.flatten(0, 1).unsqueeze(1)).relu().unflatten(0, (batch, steps))
         states = [torch.zeros_like(encoded[:, 0]) for _ in self.cells]
         for t in range(steps):

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 
-
 @dataclass
 class Arguments:
     steps: int
@@ -72,7 +71,7 @@ class Recipes(Dataset):
         for word in self.lists[index]:
             marked = f"<{self.typos(word)}>"
             for k in range(len(marked) - 2):
-                numbers.append(self.vocabulary.setdefault(marked[k : k + 3], len(self.vocabulary) % self.buckets))
+                numbers.append(self.vocabulary.setdefault(marked[k : k + 3], len(self.vocabulary) % self.buckets))  # noqa: PERF401
         return numbers, self.labels[index]
 
 

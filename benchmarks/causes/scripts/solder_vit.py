@@ -1,4 +1,4 @@
-"""Fine-tunes a deep, narrow vision transformer on solder joints, with a learning rate that decays from stage to stage."""
+"""Fine-tunes a deep, narrow vision transformer on solder joints, with a learning rate that decays by stage."""
 
 import argparse
 import time
@@ -6,7 +6,19 @@ import time
 import torch
 from torch import nn
 
-CFG = dict(side=32, patch=8, width=32, depth=40, heads=2, classes=6, batch=6, lr=2e-4, decay=0.05, stages=4, stage_decay=0.6)
+CFG = {
+    "side": 32,
+    "patch": 8,
+    "width": 32,
+    "depth": 40,
+    "heads": 2,
+    "classes": 6,
+    "batch": 6,
+    "lr": 2e-4,
+    "decay": 0.05,
+    "stages": 4,
+    "stage_decay": 0.6,
+}
 
 
 class Layer(nn.Module):
@@ -54,7 +66,7 @@ def param_groups(model, cfg, merge):
         key = (stage, weight_decay) if merge else name  # the cause
         if key not in groups:
             scale = cfg["stage_decay"] ** (cfg["stages"] - stage)
-            groups[key] = {"params": [], "lr": cfg["lr"] * scale, "weight_decay": weight_decay}
+            groups[key] = {"params": [], "lr": cfg["lr"] * scale, "weight_decay": weight_decay}  # the cause
         groups[key]["params"].append(parameter)
     return list(groups.values())
 

@@ -70,7 +70,9 @@ class FlowVoice(nn.Module):
         super().__init__()
         self.search = search
         self.embed = nn.Embedding(PHONEMES, WIDTH)
-        self.encoder = nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 5, padding=2), nn.ReLU(), nn.Conv1d(WIDTH, MELS, 5, padding=2))
+        self.encoder = nn.Sequential(
+            nn.Conv1d(WIDTH, WIDTH, 5, padding=2), nn.ReLU(), nn.Conv1d(WIDTH, MELS, 5, padding=2)
+        )
         self.flow = nn.ModuleList(Coupling() for _ in range(6))
 
     def forward(self, text, text_lengths, mels, frame_lengths):
@@ -81,7 +83,9 @@ class FlowVoice(nn.Module):
             latent, change = step(latent, mask)
             logdet = logdet + change
         with torch.no_grad():
-            scores = means.transpose(1, 2) @ latent - 0.5 * (means**2).sum(1)[..., None] - 0.5 * (latent**2).sum(1)[:, None]
+            scores = (
+                means.transpose(1, 2) @ latent - 0.5 * (means**2).sum(1)[..., None] - 0.5 * (latent**2).sum(1)[:, None]
+            )
             path = torch.from_numpy(self.search(scores.numpy(), text_lengths.numpy(), frame_lengths.numpy()))
         aligned = means @ path
         energy = 0.5 * (((latent - aligned) * mask) ** 2).sum((1, 2)) - logdet
@@ -92,9 +96,13 @@ def draw_batch(size, generator):
     text_lengths = torch.randint(24, 37, (size,), generator=generator)
     frame_lengths = text_lengths * 4 + torch.randint(0, 20, (size,), generator=generator)
     text = torch.randint(PHONEMES, (size, int(text_lengths.max())), generator=generator)
-    where = (torch.arange(int(frame_lengths.max())) * text_lengths[:, None] // frame_lengths[:, None]).clamp(max=text.shape[1] - 1)
+    where = (torch.arange(int(frame_lengths.max())) * text_lengths[:, None] // frame_lengths[:, None]).clamp(
+        max=text.shape[1] - 1
+    )
     tone = text.gather(1, where).float()[:, None] / PHONEMES
-    mels = torch.sin(tone * torch.arange(1, MELS + 1)[:, None]) + 0.1 * torch.randn(size, MELS, where.shape[1], generator=generator)
+    mels = torch.sin(tone * torch.arange(1, MELS + 1)[:, None]) + 0.1 * torch.randn(
+        size, MELS, where.shape[1], generator=generator
+    )
     return text, text_lengths, mels, frame_lengths
 
 
