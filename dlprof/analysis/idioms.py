@@ -57,6 +57,11 @@ class Idiom:
 _PYTORCH = "https://docs.pytorch.org/docs/stable/"
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
 
+_DECOMPOSES = (
+    r"\blinalg\.(eigh|eigvalsh|eig|eigvals|svd|svdvals|qr|pinv|inv|matrix_exp|lstsq)\("
+    r"|\btorch\.(svd|pinverse|inverse|matrix_exp)\(|\.(inverse|pinverse|svd|matrix_exp)\("
+)
+
 _STATE = "(h|hx|cx|c|hidden|state|cell)"
 
 IDIOMS: tuple[Idiom, ...] = (
@@ -378,9 +383,17 @@ IDIOMS: tuple[Idiom, ...] = (
         " `torch.linalg.solve(a, b)`, of a positive matrix `torch.cholesky_solve`; a few of the largest vectors:"
         " `torch.svd_lowrank`; else every k steps",
         _PYTORCH + "generated/torch.svd_lowrank.html",
-        ("forward", "rest"),
-        source=r"\blinalg\.(eigh|eigvalsh|eig|eigvals|svd|svdvals|qr|pinv|inv|matrix_exp|lstsq)\("
-        r"|\btorch\.(svd|pinverse|inverse|matrix_exp)\(|\.(inverse|pinverse|svd|matrix_exp)\(",
+        ("forward",),
+        source=_DECOMPOSES,
+    ),
+    Idiom(
+        "decomposition_between",
+        "decomposes a matrix in every step",
+        "where it is only watched or logged, in the steps that keep it: ask `step % k` before it is computed; else a"
+        " cheaper one: `torch.svd_lowrank` for a few of the largest, the Gram matrix of the shorter side for all",
+        _PYTORCH + "generated/torch.svd_lowrank.html",
+        ("rest",),
+        source=_DECOMPOSES,
     ),
     Idiom(
         "samples_decomposed",
@@ -876,6 +889,16 @@ IDIOMS: tuple[Idiom, ...] = (
         source=r"\b(torch\.save|np\.save\w*|pickle\.dump|json\.dump|to_csv|save_pretrained)\(|\.write\(",
         frames=r"save \(torch[/\\]serialization|safetensors",
         first=False,
+    ),
+    Idiom(
+        "objects_walked",
+        "walks all objects of the process",
+        "do it every few hundred steps, or while a leak is looked for; the memory of the process is"
+        " `psutil.Process().memory_info().rss`, that of the device `torch.cuda.memory_allocated()`",
+        "https://docs.python.org/3/library/gc.html#gc.get_objects",
+        (*LOOP, *DATA),
+        source=r"\bgc\.(get_objects|get_referrers|get_referents)\(|\b(muppy|objgraph|tracker)\.\w+\(|take_snapshot\(",
+        frames=r"(objgraph|pympler[/\\]\w+)\.py",
     ),
     Idiom(
         "collected_by_hand",

@@ -191,31 +191,36 @@ def transfer_noise(
 
 @per_rank
 def accumulation(
-    steps: Maybe[Frame] = maybe(schema.STEPS),
     light_steps: Maybe[Frame] = maybe(light_steps),
     collectives: Maybe[Frame] = maybe(collectives),
     timing: Maybe[Timing] = maybe(timing),
+    host_phases: Maybe[dict[str, iv.Intervals]] = maybe(host_phases),
 ) -> pd.DataFrame:
     """Return one row: batches for each step of the optimizer, and between.
 
-    `between` is what a batch without a step of the optimizer exchanges of gradients, over what one with such a step
-    does: in bytes, or in time where those are not known. NaN: not recorded, or not both kinds of batches were traced.
+    `between` is what a backward pass before the last one of a step exchanges of gradients, over what the last one does:
+    in bytes, or in time where those are not known. NaN: not recorded, or no step has several.
     """
     batches, between = np.nan, np.nan
-    if steps:
+    if light_steps:
         marked = light_steps.get()
-        marked = marked[marked["kind"] == "train"].drop_duplicates("step").set_index("step")
-        updates = marked.index[marked["optimizer_steps"] > 0].to_numpy()
-        batches = float(np.median(np.diff(updates))) if len(updates) > 1 else np.nan
+        marked = marked[(marked["kind"] == "train") & (marked["optimizer_steps"] > 0)]
+        batches = float(marked["backwards"].median()) if len(marked) else np.nan
+    if batches > 1 and host_phases:
         found = collectives.get()
         found = found[found["collective"].isin(GRADIENTS)]
         sized = len(found) > 0 and (found["bytes"] > 0).all()
-        much = found["bytes"] if sized else found["end_ns"] - found["start_ns"]
-        traced = pd.Index(timing.get().numbers).intersection(marked.index)
-        each = much.groupby(found["step"]).sum().reindex(traced).fillna(0.0)
-        stepped = marked["optimizer_steps"].reindex(traced) > 0
-        if stepped.any() and not stepped.all() and each[stepped].any():
-            between = float(each[~stepped].mean() / each[stepped].mean())
+        much = (found["bytes"] if sized else found["end_ns"] - found["start_ns"]).to_numpy(dtype=float)
+        made, passes = found["made_ns"].to_numpy(), host_phases.get()["backward"]
+        shares = []
+        for begin, end in timing.get().windows:
+            begins = passes[(passes[:, 0] >= begin) & (passes[:, 0] < end), 0]
+            inside = (made >= begin) & (made < end)
+            of = np.searchsorted(begins, made[inside], side="right") - 1
+            last = much[inside][of == len(begins) - 1].sum()
+            if len(begins) > 1 and last > 0:
+                shares.append(much[inside][(of >= 0) & (of < len(begins) - 1)].sum() / (len(begins) - 1) / last)
+        between = float(np.mean(shares)) if shares else np.nan
     return pd.DataFrame({"batches": [batches], "between": [between]})
 
 
@@ -304,6 +309,11 @@ ENOUGH = 3
 # Gradients are exchanged needlessly if a batch without an optimizer step exchanges at least this share of the time of a
 # batch with one. The value is a choice, well above the exchange of a metric.
 FOR_NOTHING = 0.5
+
+_NO_SYNC = (
+    "`with model.no_sync():` around all batches but the last one before the optimizer steps, around the forward pass"
+    " too: that decides whether the backward pass exchanges"
+)
 
 # Notable, high and severe are 5, 10 and 30 % with the analysis tools that grade exposed communication.
 NOTABLE_SHARE = 0.05
@@ -639,7 +649,7 @@ def advice(
     late = "record the traces of all ranks, which show whether this is waiting for a late one"
     offered: tuple[tuple[Any, Change], ...] = (
         (best["key"] == "waits", Change(late, informs=True)),
-        (accumulates, change("`with model.no_sync():` around all batches but the last one before the optimizer steps")),
+        (accumulates, change(_NO_SYNC)),
         (cap is not None, change(best["change"], bucket_cap_mb=(now, cap))),
         *((activations, needed) for needed in _at_once(job, activations, model)),
         (many and ddp, change(larger, bucket_cap_mb=(now, 25.0))),

@@ -239,6 +239,10 @@ def _costly(
     return table[table.groupby("doing").cumcount() < MOST_LINES].reset_index(drop=True)
 
 
+_COLLECTIVE = re.compile(r"\b(dist|distributed)\.(?!is_|get_)\w+\(|\b\w+_object(_list)?\(")
+_FROM_ONE = re.compile(r"\b(broadcast|scatter)(_object_list)?\(")
+
+
 @dataclass(frozen=True)
 class CostlyLine:
     """The line of the user's that takes most of something: its share, and what it is known to be."""
@@ -260,6 +264,18 @@ class CostlyLine:
         """What the line is known to do, as a sentence without its full stop; "": not known."""
         named = shown(self.place.function, self.place.file, self.place.line)
         return "" if self.idiom is None else f"{named} {self.idiom.what}"
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the line calls a collective, in which it waits for other ranks: objects, as any tensor of gloo's, are
+        sent without an operator.
+        """
+        return _COLLECTIVE.search(self.text) is not None
+
+    @property
+    def is_from_one(self) -> bool:
+        """Whether the line is a collective in which one rank sends, and the others get what it has made."""
+        return _FROM_ONE.search(self.text) is not None
 
     def advice(self, otherwise: str = "make this line faster:", *, between: bool = False) -> str:
         """Say what to change: the remedy of what the line is known to be; where none is known, `otherwise` and so.

@@ -33,6 +33,7 @@ from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, by_rank
 from dlprof.analysis.machine.gpus import held_down
 from dlprof.analysis.machine.samples import WAITED, outside, sample_means
 from dlprof.analysis.pipeline.pipes import pipelines
+from dlprof.analysis.source.line_shares import costliest, costly_lines
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.partition import cpu_computation
 from dlprof.analysis.step.savings import own_time
@@ -41,6 +42,7 @@ from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE, Lead, lead, own_s
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import device_work, has_device
 from dlprof.analysis.timeline.host import on_training_thread
+from dlprof.analysis.timeline.steady import steady_steps
 from dlprof.analysis.timeline.steps import Timing, launched_within, timing
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import CATEGORIES
@@ -214,8 +216,10 @@ def workload(
     launched_within: Maybe[NDArray[np.int64]] = maybe(launched_within),
     on_training_thread: Maybe[Frame] = maybe(on_training_thread),
     cpu_computation: Maybe[iv.Intervals] = maybe(cpu_computation),
+    steady_steps: Maybe[Frame] = maybe(steady_steps),
 ) -> pd.DataFrame:
     """Return one row, of the mean steady traced step: pieces of computation, piece_ns (of a mean one), copied_bytes.
+    And inputs: values that its models get in a mean steady step, 0 where that is not known.
 
     Pieces are kernels on a device, else the outermost operators of the training thread, without their
     waiting for collectives (in a function of the backward pass, say); copied_bytes go from the host
@@ -237,7 +241,9 @@ def workload(
         pieces = took[iv.holds(iv.merge(timing.windows), start)]
     n = len(timing.windows)
     mean = float(pieces.mean()) if len(pieces) else 0.0
-    return pd.DataFrame([{"pieces": len(pieces) / n, "piece_ns": mean, "copied_bytes": copied / n}])
+    steps = steady_steps.or_none()
+    inputs = 0.0 if steps is None or not len(steps) else max(float(steps["inputs"].mean()), 0.0)
+    return pd.DataFrame([{"pieces": len(pieces) / n, "piece_ns": mean, "copied_bytes": copied / n, "inputs": inputs}])
 
 
 @across_ranks
@@ -249,6 +255,7 @@ def straggling(
     sample_means: Maybe[Frame] = maybe(sample_means),
     held_down: Maybe[list[tuple[dict[Any, Any], str, float]]] = maybe(held_down),
     expert_balance: Maybe[Balance] = maybe(expert_balance),
+    costly_lines: Maybe[Frame] = maybe(costly_lines),
     job: Job = needs(JOB),
 ) -> LateRanks:
     """Return what of the cost is left for this rule to save. Once that is not notable, nothing more is looked into."""
@@ -267,10 +274,12 @@ def straggling(
         lacks = without_core(sample_means, job, late.lead.ranks)
         why = f"{late.behind}, as it waits for a core for {percent(lacks)} more of the time than the job's other"
         late = late.cut(max(late.share - lacks, 0.0), f"{why} ranks on its host, which have it then")
-        if because.shared and late.share >= NOTABLE_SHARE:
-            # They have more of the model: sharing the work out evenly saves no more than this.
-            share = late.share * min(late.lead.shared_ns / late.lead.saving_ns, 1.0)
-            late = late.cut(share, f"{late.behind}, as {because.words}; shared out evenly, that saves {percent(share)}")
+    elif (because := sends_what_it_makes(costly_lines, job, late.lead.ranks)).shared:
+        late = replace(late, because=because)
+    if late.because.shared and late.share >= NOTABLE_SHARE:
+        # They have more to do: sharing the work out evenly saves no more than this.
+        share = late.share * min(late.lead.shared_ns / late.lead.saving_ns, 1.0)
+        late = late.cut(share, f"{late.behind}, as {because.words}; shared out evenly, that saves {percent(share)}")
     return late if late.share < NOTABLE_SHARE else replace(late, why="")
 
 
@@ -285,6 +294,19 @@ def _unowned(breakdown: pd.DataFrame, own_time: pd.DataFrame, late: LateRanks) -
     share = late.share * (1 - float(owned.sum()) / max(float(more.sum()), 1.0))
     late = late.cut(share, f"{late.behind}, as it {does}: see {owner}")
     return replace(late, more={str(c): float(ns) for c, ns in more.items()}, cause=str(more[list(CAUSES)].idxmax()))
+
+
+def sends_what_it_makes(lines: Maybe[pd.DataFrame], job: Job, late: tuple[int, ...]) -> Reason:
+    """Return why a rank is late that makes for all what the others wait to get, by the line that they are seen in."""
+    others = [rank for rank in job.ranks if rank not in late]
+    seen = [line for rank in others if (line := costliest(lines, rank, "rest")) is not None]
+    if len(late) > 1 or not seen or len(seen) < len(others) or not all(line.is_from_one for line in seen):
+        return Reason()
+    do = (
+        "have each rank make its own share, as by a `DistributedSampler` or every n-th sample of a seeded order, in"
+        f" place of one that makes and sends all: {seen[0].shown.rstrip(',')}"
+    )
+    return Reason("it makes what it then sends to the others", do, shared=True)
 
 
 def without_core(sample_means: Maybe[pd.DataFrame], job: Job, late: tuple[int, ...]) -> float:
@@ -315,9 +337,9 @@ def longer_because(
 ) -> Reason:
     """Return why a rank computes longer than the others, as far as it was recorded.
 
-    In this order: more tokens for its experts, a larger part of the model, more kernels or operators, more bytes copied
-    in, a slower clock, no free core for its main thread. Each must make up at least half of what its computation is
-    longer by.
+    In this order: more tokens for its experts, a larger part of the model, larger inputs, more kernels or operators,
+    more bytes copied in, a slower clock, no free core for its main thread. Each must make up at least half of what its
+    computation is longer by.
     """
     frame = workload.set_index("rank")
     mine, others = frame.loc[late], frame.drop(index=late).median()
@@ -335,6 +357,13 @@ def longer_because(
     if holds and holds >= least * their:
         words = f"it holds {holds:,} parameters, the others {their:,.0f}"
         return Reason(words, "share out evenly what it holds: tables, layers, experts", shared=True)
+    if mine["inputs"] >= least * others["inputs"] > 0:
+        words = f"its inputs are {mine['inputs'] / others['inputs']:.2f} × the others'"
+        do = (
+            "give each rank as much: deal a batch that is sorted by size out in turn, not in contiguous parts, or each"
+            " sample to the rank that has least so far"
+        )
+        return Reason(words, do, shared=True)
     what = "operators" if np.isnan(mine["copied_bytes"]) else "kernels"
     if mine["pieces"] >= least * others["pieces"]:
         words = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"

@@ -177,8 +177,8 @@ class Flows:
         self._one_hot: set[int] = set()  # storages of ones among zeros
         self._values = _Values()
         self._made_from: Counter[Any] = Counter()  # calls, by their function and the line that called that
-        # Calls, whether each repeats another, whether it has a gradient, and what it is made of.
-        self._same: list[tuple[Call, bool, bool, frozenset[int] | None]] = []
+        # Calls, whether each repeats another, whether it has a gradient, what it is made of, and the storage it made.
+        self._same: list[tuple[Call, bool, bool, frozenset[int] | None, int]] = []
         self._found: list[dict[str, Any]] = []
 
     def see(
@@ -203,7 +203,10 @@ class Flows:
         if moves and call.place is not None and (again or of is not None):
             trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
             if again or not trains:
-                self._same.append((call, again, trains, of))
+                self._same.append((call, again, trains, of, _storage(out) if _is_strided(out) else -1))
+        if call.operator.startswith("c10d::"):  # put together to be sent: a wrapper's work, not the script's
+            sent = {_storage(t) for t in tensors}
+            self._same = [one for one in self._same if one[-1] not in sent]
 
         for t in tensors:
             if isinstance(t, torch.nn.Parameter):
@@ -362,7 +365,7 @@ class Flows:
     def _of_same(self, *, later: bool) -> Iterator[dict[str, Any]]:
         """Return the products, and of each line the bytes that other operators move, that need no second time."""
         same: list[tuple[str, Call, bool]] = []
-        for call, again, train, of in self._same:
+        for call, again, train, of, _ in self._same:
             constant = later and of is not None and self._values.stays(of)
             if constant or again:
                 same.append(("constant" if constant else "repeated", call, train))

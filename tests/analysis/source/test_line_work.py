@@ -10,9 +10,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from dlprof.analysis import idioms
 from dlprof.analysis.compute.rules import costly_line
+from dlprof.analysis.source.line_shares import CostlyLine
 from dlprof.analysis.source.line_work import _shares
+from dlprof.result import Place
 from tests.fixtures.jobs import COMPILES_NOTHING, launch, wrapped
+from tests.fixtures.runs import MS
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -120,3 +124,16 @@ def test_lines_share_the_time_of_an_operator(
     called: list[dict[str, int]], moved: list[dict[str, int]], shares: list[dict[str, float]]
 ) -> None:
     assert _shares(called, moved) == shares
+
+
+@pytest.mark.parametrize(
+    ("calls", "ns", "is_large"),
+    [(18, 90 * MS, True), (2_000, 90 * MS, False), (0, 0, False)],
+    ids=["layers", "an element a turn", "no operator"],
+)
+def test_a_loop_over_large_operators_is_no_loop_over_elements(calls: int, ns: int, is_large: bool) -> None:
+    frame = pd.DataFrame([{"rank": 0, "file": "/w/net.py", "line": 5, "calls": calls, "forward_ns": float(ns)}])
+    line = CostlyLine(Place("net.py", 5, "forward"), (), 0.9, "m = message(h)", idioms.BY_NAME[idioms.LOOPS])
+    assert costly_line._is_large(frame, 0, line) == is_large
+    assert not costly_line._is_large(frame, 1, line)
+    assert not costly_line._is_large(None, 0, line)

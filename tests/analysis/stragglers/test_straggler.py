@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.engine import measure
+from dlprof.analysis.engine import Maybe, measure
 from dlprof.analysis.machine.samples import sample_means
+from dlprof.analysis.source.line_shares import costliest, costly_lines
 from dlprof.analysis.stragglers import late_ranks
+from dlprof.analysis.stragglers.late_ranks import sends_what_it_makes
 from dlprof.analysis.stragglers.rules.straggler import RULE
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
 from tests.fixtures.exchanges import held_up, late_by
 from tests.fixtures.runs import MS, asked
+from tests.fixtures.sampled_stacks import burst
 
 
 def test_the_culprit_is_named_and_why(tmp_path: Path) -> None:
@@ -276,3 +279,42 @@ def test_work_on_what_others_do_not_hold_is_shared_out(
     assert ("it holds 8,100 parameters, the others 2,100" in found.summary) == shared
     assert ("shared out evenly" in found.sure) == shared
     assert ("none of its work is moved" in found.sure) != shared
+
+
+@pytest.mark.parametrize(("inputs", "gained"), [((100, 350), 2), ((300, 350), 4), ((-1, -1), 4)])
+def test_larger_inputs_are_dealt_out_evenly(tmp_path: Path, inputs: tuple[int, int], gained: int) -> None:
+    """Of 9 ms rank 1 computes 7 and rank 0 3: 5 each, where rank 1 gets so much more."""
+    folder = runs.cpu_run(tmp_path, 1 * MS, 5 * MS)
+    for rank, n in enumerate(inputs):
+        file = folder / f"ranks/{rank:05d}/steps.jsonl"
+        rows = [json.loads(line) | {"inputs": n} for line in file.read_text().splitlines()]
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = ask(RULE, folder)
+    assert (found.state, found.ranks) == ("found", (1,))
+    assert found.saving_ns == pytest.approx(gained * MS)
+    assert ("3.50 ×" in found.verdict) == (gained == 2)
+
+
+COLLECTIVES = [
+    ("dist.broadcast_object_list(box, src=0)", True, True),
+    ("torch.distributed.scatter(mine, parts, src=0)", True, True),
+    ("dist.all_gather_object(found, mine)", True, False),
+    ("distributed.barrier()", True, False),
+    ("if dist.get_rank() == 0:", False, False),
+    ("x = x.broadcast_to(y.shape)", False, False),
+]
+
+
+@pytest.mark.parametrize(("text", "meets", "sends"), COLLECTIVES, ids=[one[0] for one in COLLECTIVES])
+def test_who_waits_for_what_one_rank_makes_and_sends(text: str, meets: bool, sends: bool, tmp_path: Path) -> None:
+    folder = runs.cpu_run(tmp_path, 1 * MS, 5 * MS)
+    main = 'process 10:"python train.py";thread (0x1): MainThread'
+    burst(folder, {f"{main};<module> (/w/train.py:9);next (/w/train.py:5)": 60}, lines=[["/w/train.py", 5, text]])
+    run = runs.measured(folder, costly_lines)
+    line = costliest(Maybe(lambda: run.frame(costly_lines)), 0, "rest")
+    assert line is not None
+    assert (line.is_collective, line.is_from_one) == (meets, sends)
+    because = sends_what_it_makes(Maybe(lambda: run.frame(costly_lines)), run.job, (1,))
+    assert because.shared == sends
+    assert ("its own share" in because.do) == sends
+    assert not sends_what_it_makes(Maybe(lambda: run.frame(costly_lines)), run.job, (0,)).shared

@@ -249,3 +249,40 @@ def test_scores_of_which_most_are_masked_are_found_and_no_others(tmp_path: Path)
     # Of 256 keys a window leaves 32 at most.
     left = pytest.approx(sum(min(n + 1, 32) for n in range(256)) / 256**2, rel=0.02)
     assert found == dict.fromkeys(("a_window", "in_place", "by_where", "turned_round"), left)
+
+
+# Buffers that DistributedDataParallel sends are put together in each step; a mask is made by the script.
+SENT = """
+import torch
+from torch import nn
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo", init_method=f"file://{__file__}.store", rank=0, world_size=1)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("one", torch.randn(256, 256))
+        self.register_buffer("other", torch.randn(256, 256))
+    def forward(self, x):
+        return self.layer(x).mean()
+
+net = nn.parallel.DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+rows = torch.arange(512)
+for n in range(14):
+    optimizer.zero_grad()
+    loss = net(torch.randn(4, 8))
+    mask = (rows[:, None] >= rows).float()
+    (loss * mask.mean()).backward()
+    optimizer.step()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_what_a_wrapper_puts_together_to_send_is_not_the_scripts(tmp_path: Path) -> None:
+    run_recorded(tmp_path, SENT)
+    flows = facts(tmp_path / "run/ranks/00000")["flops"]["flows"]
+    text = (tmp_path / "train.py").read_text().splitlines()
+    assert {row["kind"] for row in flows} == {"constant"}
+    assert all("mask" in text[row["line"] - 1] for row in flows)

@@ -112,6 +112,8 @@ def _seen(
             line = costliest(costly_lines, rank, phase)
             if line is None or line.idiom is None or not line.idiom.first:
                 continue
+            if line.idiom.name == idioms.LOOPS and _is_large(line_work, rank, line):
+                continue
             if phase != "rest" or any(is_at(call, line.place.file, line.place.line) for call in losses):
                 own, *also = (ns[rank, one] for one in passes)
                 times = _backward(line_work, rank, line)
@@ -119,6 +121,19 @@ def _seen(
                 took = line.share * own + (part if times is None else min(line.share * own * times, sum(also)))
                 found[rank] = max(found.get(rank, (0.0, "", line)), (took, phase, line), key=lambda one: one[0])
     return found
+
+
+# Operators of a line that take as long each on average are no work that is split too finely.
+_LARGE_NS = 100_000
+
+
+def _is_large(lines: Frame | None, rank: int, line: CostlyLine) -> bool:
+    """Return whether a line in a loop calls large operators, as layers one after the other do."""
+    if lines is None:
+        return False
+    here = lines["file"].astype(str).str.endswith(line.place.file) & (lines["line"] == line.place.line)
+    own = lines[here & (lines["rank"] == rank)]
+    return bool(own["forward_ns"].sum() > _LARGE_NS * max(float(own["calls"].sum()), 1.0))
 
 
 def _backward(lines: Frame | None, rank: int, line: CostlyLine) -> float | None:

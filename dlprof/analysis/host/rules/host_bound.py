@@ -29,7 +29,7 @@ from dlprof import schema
 from dlprof.analysis import idioms, settings
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, maybe, needs, per_rank
-from dlprof.analysis.estimate import COMPILED, UNKNOWN, Estimate, Explanation, Rule, change, worst
+from dlprof.analysis.estimate import COMPILED, UNKNOWN, Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.host.gaps import HOST, PYTHON, SAVES_FROM, host_work, launch_means, model_calls
 from dlprof.analysis.host.parts import MANY_CALLS, ON_CPU, ON_DEVICE, HeldUp, held_up
 from dlprof.analysis.host.stacks import COMPUTING, hottest, hottest_own, hottest_place, shown
@@ -91,9 +91,14 @@ def check(
 ) -> Estimate:
     work = host_work[host_work["rank"] == worst(held_up.by_rank_ns)]
     if held_up.where == ON_CPU:
+        by_rank = {rank: ns for rank, ns in held_up.by_rank_ns.items() if not _meets_others(costly_lines, rank)}
+        if not by_rank:
+            return nothing("the script's own lines wait for other ranks")
+        gain = held_up.gain_ns if worst(held_up.by_rank_ns) in by_rank else min(held_up.gain_ns, max(by_rank.values()))
+        work = host_work[host_work["rank"] == worst(by_rank)]
         return Estimate(
-            saving_ns=held_up.gain_ns,
-            by_rank_ns=held_up.by_rank_ns,
+            saving_ns=gain,
+            by_rank_ns=by_rank,
             noise_of=HOST,
             least_ns=held_up.least_ns,
             loses="is Python between operators",
@@ -116,6 +121,12 @@ def check(
         loses=f"is lost because the device waits for the launches of the {settings.passes(job)}",
         seen=(ON_DEVICE, work, calls if loop is None else loop),
     )
+
+
+def _meets_others(lines: Maybe[Frame], rank: int) -> bool:
+    """Return whether what a rank was mostly seen in between the phases is a collective."""
+    line = costliest(lines, rank, "rest")
+    return line is not None and line.is_collective
 
 
 def _obstacle(frame: Frame) -> str:

@@ -12,10 +12,10 @@ whose collectives are abnormally short is the late one.
 
 Saving: the late ranks at the mean pace of the next slowest; where all steps show their own time, each is replayed, and
 jitter stays. Where a late rank computes longer because it holds more of the model than others (tables, layers,
-experts), every step is replayed with the work shared out evenly. That other work of its own is nobody else's is
-assumed; the report says which of the two it was. What another rule answers for (a late rank's wait for data, its
-checkpoints, its garbage) is that rule's saving and not this one's. Nor is what it lacks of the cores that the job's
-other ranks on its host then have.
+experts), gets larger inputs, or makes what it then sends to all, every step is replayed with the work shared out
+evenly. That other work of its own is nobody else's is assumed; the report says which of the two it was. What another
+rule answers for (a late rank's wait for data, its checkpoints, its garbage) is that rule's saving and not this one's.
+Nor is what it lacks of the cores that the job's other ranks on its host then have.
 
 Of pipelines side by side, all ranks of one are as late as its slowest. Named is the one that takes longer than those
 with its stage in the others, where it explains half of the delay; else the pipeline.
@@ -109,9 +109,9 @@ def explain(estimate: Estimate, who_waits: Maybe[Frame] = maybe(who_waits), job:
     verdict, how = "", f"{who} at the pace of the next slowest rank"
     why = ". That none of its work is moved to the others is assumed: nothing shows that they do less for it."
     if because.shared:
-        verdict = f"{percent(late.share)} of each step is lost as {who} holds more of the model than the others."
+        verdict = f"{percent(late.share)} of each step is lost as {who} has more to do: {because.words}."
         how = "the ranks' work shared out evenly"
-        why = f": what {who} computes more is of parameters that others do not hold, and they would compute it then."
+        why = f": what {who} computes more, the others would compute then."
     ends = MOST_ROWS // 2
     all_shown = len(ranks) <= MOST_ROWS
     shown = ranks if all_shown else pd.concat([ranks.head(ends), ranks.tail(ends)])
