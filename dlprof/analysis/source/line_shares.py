@@ -239,7 +239,11 @@ def _costly(
     return table[table.groupby("doing").cumcount() < MOST_LINES].reset_index(drop=True)
 
 
-_COLLECTIVE = re.compile(r"\b(dist|distributed)\.(?!is_|get_)\w+\(|\b\w+_object(_list)?\(")
+# `dist` may be a distribution as well.
+_COLLECTIVE = re.compile(
+    r"\b(dist|distributed)\.(all_\w+|broadcast\w*|(reduce_)?scatter\w*|reduce|gather\w*|(monitored_)?barrier|i?send|i?recv)\("
+    r"|\b((all_)?gather|broadcast|scatter)_object(_list)?\("
+)
 _FROM_ONE = re.compile(r"\b(broadcast|scatter)(_object_list)?\(")
 
 

@@ -205,7 +205,7 @@ class Flows:
             if again or not trains:
                 self._same.append((call, again, trains, of, _storage(out) if _is_strided(out) else -1))
         if call.operator.startswith("c10d::"):  # put together to be sent: a wrapper's work, not the script's
-            sent = {_storage(t) for t in tensors}
+            sent = {_storage(t) for t in tensors if _is_strided(t)}
             self._same = [one for one in self._same if one[-1] not in sent]
 
         for t in tensors:

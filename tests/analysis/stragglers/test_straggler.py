@@ -301,6 +301,9 @@ COLLECTIVES = [
     ("dist.all_gather_object(found, mine)", True, False),
     ("distributed.barrier()", True, False),
     ("if dist.get_rank() == 0:", False, False),
+    ("scores = dist.log_prob(actions)", False, False),
+    ("picture = render_object(scene)", False, False),
+    ("dist.reduce_scatter_tensor(out, given)", True, False),
     ("x = x.broadcast_to(y.shape)", False, False),
 ]
 
