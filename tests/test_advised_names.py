@@ -26,7 +26,7 @@ from tests.fixtures.places import ROOT
 pytest.importorskip("torch", minversion="2.13", reason="names are those of torch 2.13")
 
 LIBRARIES = """torch numpy pandas transformers torchvision torchaudio torchdata torch_geometric gymnasium datasets timm
-gc warnings multiprocessing tracemalloc faulthandler time os logging"""
+gc warnings multiprocessing tracemalloc faulthandler time os logging sys gzip resource"""
 SHORT = {"np": "numpy", "pd": "pandas", "nn": "torch.nn", "F": "torch.nn.functional"}
 # Where a name that stands alone is looked for, and the classes of what has a method called.
 HOMES = """builtins torch torch.nn torch.nn.functional torch.nn.parallel torch.nn.utils torch.nn.utils.rnn
@@ -36,11 +36,13 @@ torch.distributed.tensor.parallel torch.distributed.algorithms.ddp_comm_hooks.de
 torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook torchdata.stateful_dataloader"""
 CLASSES = """torch.Tensor torch.nn.Module torch.nn.parallel.DistributedDataParallel torch.optim.Optimizer
 torch.amp.GradScaler torch.nn.DataParallel torch.utils.data.DataLoader numpy.ndarray numpy.random.Generator
-pandas.DataFrame pandas.core.groupby.DataFrameGroupBy PIL.Image.Image logging.Logger io.TextIOWrapper threading.Event"""
+pandas.DataFrame pandas.core.groupby.DataFrameGroupBy PIL.Image.Image logging.Logger io.TextIOWrapper threading.Event
+resource.struct_rusage"""
 # What a keyword that stands alone may be of.
 TAKERS = """torch.utils.data.DataLoader torch.nn.parallel.DistributedDataParallel torch.optim.AdamW torch.compile
 torch.amp.GradScaler torch.distributed.fsdp.fully_shard torch.nn.Embedding torch.nn.MultiheadAttention torch.Tensor.to
-torch.profiler.profile torch.Tensor.backward torch.distributed.pipelining.ScheduleGPipe numpy.load numpy.array"""
+torch.profiler.profile torch.Tensor.backward torch.distributed.pipelining.ScheduleGPipe numpy.load numpy.array
+gzip.open"""
 # What is written without the library that it is of, or without what takes it.
 WHOLE = {
     "SDPBackend.FLASH_ATTENTION": "torch.nn.attention.SDPBackend.FLASH_ATTENTION",

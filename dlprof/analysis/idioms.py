@@ -893,8 +893,8 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "objects_walked",
         "walks all objects of the process",
-        "do it every few hundred steps, or while a leak is looked for; the memory of the process is"
-        " `psutil.Process().memory_info().rss`, that of the device `torch.cuda.memory_allocated()`",
+        "do it every few hundred steps, or while a leak is looked for; the peak of the process's memory is"
+        " `resource.getrusage(resource.RUSAGE_SELF).ru_maxrss`, the device's memory `torch.cuda.memory_allocated()`",
         "https://docs.python.org/3/library/gc.html#gc.get_objects",
         (*LOOP, *DATA),
         source=r"\bgc\.(get_objects|get_referrers|get_referents)\(|\b(muppy|objgraph|tracker)\.\w+\(|take_snapshot\(",

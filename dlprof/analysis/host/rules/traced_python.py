@@ -49,7 +49,7 @@ _HOOKS: Mapping[str, tuple[str, tuple[str, ...], str, float]] = {
         5.3,
     ),
     "monitors": (
-        "Python's calls or lines are monitored (`sys.monitoring`: cProfile, coverage)",
+        "Python's calls or lines are monitored (sys.monitoring: cProfile, coverage)",
         ("cProfile.Profile", "cProfile.run"),
         "no profiler of Python's calls around training, or only around a few steps",
         4.4,
