@@ -32,7 +32,7 @@ _HOOKS: Mapping[str, tuple[str, tuple[str, ...], str, float]] = {
     "tracemalloc": (
         "`tracemalloc` keeps where each object was made",
         ("tracemalloc.start",),
-        "no `tracemalloc.start()`, or `tracemalloc.stop()` after the first steps; the peak of memory is"
+        "take `tracemalloc.start()` out, or call `tracemalloc.stop()` after the first steps; the peak of memory is"
         " `resource.getrusage(resource.RUSAGE_SELF).ru_maxrss`",
         12.0,
     ),
@@ -45,13 +45,13 @@ _HOOKS: Mapping[str, tuple[str, tuple[str, ...], str, float]] = {
     "profiler": (
         "a function is called at every call of Python (`sys.setprofile`, cProfile)",
         ("sys.setprofile", "cProfile.Profile", "cProfile.run"),
-        "no profiler of Python's calls around training, or only around a few steps",
+        "take the profiler of Python's calls from around the training, or run it for a few steps",
         5.3,
     ),
     "monitors": (
         "Python's calls or lines are monitored (sys.monitoring: cProfile, coverage)",
         ("cProfile.Profile", "cProfile.run"),
-        "no profiler of Python's calls around training, or only around a few steps",
+        "take the profiler of Python's calls from around the training, or run it for a few steps",
         4.4,
     ),
 }
