@@ -16,6 +16,7 @@ from dlprof.report import first, formatting, html, terminal, verdict
 from dlprof.report.figures import drawing, modules, ranks, screen, shapes
 from dlprof.result import (
     Blame,
+    Change,
     Fact,
     Forecast,
     ForeignLoad,
@@ -709,3 +710,12 @@ def test_time_since_a_trace_began_is_written_in_units() -> None:
     assert spec is not None
     assert spec["layout"]["xaxis"]["ticksuffix"] == NBSP + "ms"
     assert spec["data"][0]["x"] == [0, 50]
+
+
+@pytest.mark.parametrize("informs", [False, True])
+def test_a_finding_without_a_known_change_promises_no_gain(informs: bool) -> None:
+    one = Outcome(
+        "x", "found", "Waits", saving_ns=2e7, share=0.2, speedup=1.25, changes=(Change("a", informs=informs),)
+    )
+    _, gain, _ = verdict.headline(Result(run=RunInfo("run"), window=Window(100, "steps", 1e8), outcomes=(one,)))
+    assert ("1.25" in gain) != informs

@@ -27,11 +27,12 @@ from simulator import play
 from simulator.faults import FAULTS
 from simulator.faults.fault import recording
 from tests.fixtures import runs, traces
+from tests.fixtures.asking import ask
 from tests.fixtures.claims import Make, case, claims, hold, sample
 from tests.fixtures.hosts import call, graph, waiting
 from tests.fixtures.phases import US, called_again, loop, one_by_one, trained
 from tests.fixtures.runs import A100, CPU, GPU, MS, light
-from tests.fixtures.sampled_stacks import MAIN
+from tests.fixtures.sampled_stacks import MAIN, burst
 
 SYNC, LOOP, QUEUED, ANOMALY = host_sync.RULE, parameter_loop.RULE, queued_wait.RULE, anomaly_mode.RULE
 PYTHON, BOUND, EMBEDDING = step_python.RULE, host_bound.RULE, host_embedding.RULE
@@ -379,3 +380,12 @@ def test_who_keeps_what_lines_and_the_host_both_see(
     hold(found["host_bound"], **host)
     if lines.get("state") == "not_measured":
         assert not runs.measured(path, held_up).frame(held_up).besides
+
+
+@pytest.mark.parametrize(
+    ("text", "state"), [("x = prepare(x)", "found"), ("dist.broadcast_object_list(box, src=0)", "clear")]
+)
+def test_waiting_in_a_collective_is_no_python(tmp_path: Path, text: str, state: str) -> None:
+    path = between(tmp_path, ms=6, inside=5, stacks="")
+    burst(path, {f"{MAIN};<module> (/w/train.py:9);next (/w/train.py:5)": 60}, lines=[["/w/train.py", 5, text]])
+    assert ask(BOUND, path).state == state
