@@ -255,27 +255,33 @@ def _texts(spans: pd.DataFrame, chosen: NDArray[np.bool_]) -> pd.DataFrame:
 
 def _of_kernels(spans: pd.DataFrame, kernels: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
     """Return what kernels carry: what they name themselves, else the calls between the launch before and their own."""
+    launch, mine = spans["launch"].to_numpy(), kernels["launch"].to_numpy()
     calls_of = np.flatnonzero(host.is_kind(spans, "runtime"))
-    runtime = calls_of[host.is_among(spans["launch"].to_numpy()[calls_of], kernels["launch"].to_numpy())]
-    launches = spans[["launch", "lane", "start_ns"]].iloc[runtime].drop_duplicates("launch")
-    launches = launches.rename(columns={"start_ns": "launched_ns"}).astype({"lane": "str"})
-    kernels = kernels.drop(columns="lane").merge(launches, on="launch", how="left")
-    silent = (kernels["peer"] < 0) & kernels["launched_ns"].notna()
+    runtime = calls_of[host.is_among(launch[calls_of], mine)]
+    made, first = np.unique(launch[runtime], return_index=True)
+    place = np.minimum(np.searchsorted(made, mine), max(len(made) - 1, 0))
+    known = np.isin(mine, made)
+    row = runtime[first[place]] if len(made) else np.zeros(len(mine), dtype=np.int64)
+    launched, lane = spans["start_ns"].to_numpy()[row], host.written(spans["lane"].iloc[row])
+    silent = (kernels["peer"].to_numpy() < 0) & known
+    either: NDArray[np.bool_] = kernels["collective"].to_numpy() == _EITHER
     source = next((s for s in _CALLS if calls["name"].str.startswith(s).any()), None)
     if source is None or not silent.any():
-        return kernels[kernels["collective"] != _EITHER]
+        return kernels.loc[~either]
     calls = calls[calls["name"].str.startswith(source)].sort_values("start_ns", kind="stable")
     of = np.full(len(calls), -1)
-    for lane, mine in kernels[kernels["launched_ns"].notna()].sort_values("launched_ns").groupby("lane"):
-        here = np.flatnonzero(calls["lane"] == lane)
-        place = np.searchsorted(mine["launched_ns"].to_numpy(), calls["start_ns"].to_numpy()[here])
-        of[here] = np.append(mine.index, -1)[place]
-    carried = calls.assign(kernel=of, order=np.arange(len(calls)))[np.isin(of, kernels.index[silent])]
-    several = carried.drop(columns=["row", "start_ns", "dur_ns"]).merge(
-        kernels[["row", "start_ns", "dur_ns"]], left_on="kernel", right_index=True
-    )
-    alone = kernels[~kernels.index.isin(carried["kernel"]) & (kernels["collective"] != _EITHER)]
-    return pd.concat([alone, several], ignore_index=True)
+    for thread in np.unique(lane[known].astype(str)).tolist():
+        here, theirs = np.flatnonzero(calls["lane"] == thread), np.flatnonzero(known & (lane == thread))
+        theirs = theirs[np.argsort(launched[theirs], kind="stable")]
+        at = np.searchsorted(launched[theirs], calls["start_ns"].to_numpy()[here])
+        of[here] = np.append(theirs, -1)[at]
+    carries = (of >= 0) & silent[of]
+    order, of = np.flatnonzero(carries), of[carries]
+    carrier = {name: kernels[name].to_numpy()[of] for name in ("row", "start_ns", "dur_ns")}
+    several = calls[carries].assign(order=order, **carrier)
+    alone = kernels.loc[~either & ~np.isin(np.arange(len(kernels)), of)]
+    found: pd.DataFrame = pd.concat([alone, several], ignore_index=True)
+    return found
 
 
 def _of_ranges(ranges: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:

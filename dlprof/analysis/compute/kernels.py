@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -402,56 +403,69 @@ def work_kinds(
     device, _, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     byte_ns, owner, steps = 1e9 / (bandwidth or np.nan), mine["owner"].to_numpy(), len(timing.windows)
     limits = _limits(rank, modules.or_none(), byte_ns)
-    operator = counted_operator(owner, spans, is_on_device, {*limits.index, *(counted.get("uncounted") or ())})
+    operator = counted_operator(owner, spans, is_on_device, {*limits, *(counted.get("uncounted") or ())})
     within, by_optimizer = module_rows.or_none(), launched_by_optimizer.or_none()
-    if _REST in limits.index and within is not None:
+    if _REST in limits and within is not None:
         operator[(operator == "") & (owner >= 0) & (within["module"].to_numpy()[owner] >= 0)] = _REST
-    names, texts = mine["name"].cat, host.written(spans["name"])
+    names, launchers = mine["name"].cat, spans["name"].cat
+    of_operator, operators = pd.factorize(operator)
     optimizer = False if by_optimizer is None else mine.index.isin(device_work.index[by_optimizer])
-    keys = {"name": names.codes, "owner": np.where(owner >= 0, texts[owner], ""), "optimizer": optimizer}
-    each = pd.DataFrame({**keys, "operator": operator, "kernels": 1.0, "ns": mine["dur_ns"]})
-    frame = each.groupby([*keys, "operator"], sort=False).sum().reset_index()
-    kinds = [kind_of(str(names.categories[n]), str(o)) for n, o in zip(frame["name"], frame["owner"], strict=True)]
-    frame["kind"] = np.where(frame["optimizer"], OPTIMIZER, kinds)
+    launcher = np.where(owner >= 0, launchers.codes.to_numpy()[owner], len(launchers.categories))
+    keys = (names.codes.to_numpy(), launcher, of_operator, np.broadcast_to(optimizer, len(mine)).astype(np.int64))
+    sizes = (len(names.categories), len(launchers.categories) + 1, max(len(operators), 1), 2)
+    alike, place = np.unique(np.ravel_multi_index(keys, sizes), return_inverse=True)
+    ns = np.bincount(place, mine["dur_ns"].to_numpy(), len(alike)) / steps
+    number = np.bincount(place, minlength=len(alike)) / steps
+    called = [*map(str, launchers.categories), ""]
+    rows = [
+        (OPTIMIZER if of else kind_of(str(names.categories[name]), called[by]), operators[o], float(count), float(took))
+        for name, by, o, of, count, took in zip(*np.unravel_index(alike, sizes), number, ns, strict=True)
+    ]
     inside = host.is_kind(device_work, "set") | host.is_one_of(device_work["copy"], "DtoD")
     copies = device_work[inside & (launched_within >= 0) & (device_work["bytes"] >= 0)]
-    copied = {"kind": COPY, "operator": _COPIES, "kernels": float(len(copies)), "ns": float(copies["dur_ns"].sum())}
-    frame = pd.concat([frame[[*copied]], pd.DataFrame([copied])], ignore_index=True)
-    frame[["kernels", "ns"]] /= steps
+    rows.append((COPY, _COPIES, len(copies) / steps, float(copies["dur_ns"].sum()) / steps))
     # A copy reads and writes, a fill writes.
     size = float((copies["bytes"] * (1 + host.is_kind(copies, "copy"))).sum()) / steps
-    limits.loc[_COPIES] = [0.0, size, size * byte_ns]
-    found, rest_ns, reached = _floors(frame, limits)
+    limits[_COPIES] = (0.0, size, size * byte_ns)
+    found, rest_ns, reached = _floors(rows, limits)
     fused = float(counted.get("chained_bytes", np.nan)) - float(counted.get("fused_bytes", np.nan))
-    unlimited = "" if np.isfinite(limits["least_ns"]).all() else device or "this device"
+    unlimited = "" if np.isfinite([least for _, _, least in limits.values()]).all() else device or "this device"
     return found.assign(rest_ns=rest_ns, fused_ns=fused * byte_ns * reached, unlimited=unlimited)
 
 
-def _limits(rank: RankFacts, modules: pd.DataFrame | None, byte_ns: float) -> pd.DataFrame:
-    """Return the flops and bytes of each operator in the counted step, and least_ns, the least that they take, infinity
-    where that is not known. _REST is what modules move beside products, where no operator's bytes were counted.
+def _limits(rank: RankFacts, modules: pd.DataFrame | None, byte_ns: float) -> dict[str, tuple[float, float, float]]:
+    """Return the flops and bytes of each operator in the counted step, and the least ns that they take, infinity where
+    that is not known. _REST is what modules move beside products, where no operator's bytes were counted.
     """
     counted, matmul = rank.facts.get("flops") or {}, rank.facts.get("matmul") or {}
-    peaks, columns = device_peaks(rank.facts, rank.trace_facts)[1], ["operator", "dtype", "flops", "bytes"]
+    peaks = device_peaks(rank.facts, rank.trace_facts)[1]
     shaped: list[dict[Any, Any]] = counted.get("shapes") or []
     moved = [row for row in counted.get("moved") or [] if row["device"] != "cpu"]
-    totals = [{"bytes": 0.0, **row} for row in counted.get("operators") or []]
     # Each shape has its own limit. The shapes of an operator that are not kept share one.
-    taken = [{**row, "flops": -row["flops"], "bytes": -row["bytes"]} for row in shaped]
-    rest = pd.DataFrame([*totals, *({"flops": 0.0, **row} for row in moved), *taken], columns=columns)
-    rest = rest.astype({"flops": float, "bytes": float}).groupby(columns[:2], sort=False).sum().clip(lower=0.0)
-    rows = [*shaped, *rest.reset_index().to_dict("records")]
+    rest: dict[tuple[str, str], tuple[float, float]] = {}
+    for row, sign in (
+        *((row, 1) for row in (*(counted.get("operators") or ()), *moved)),
+        *((row, -1) for row in shaped),
+    ):
+        flops, size = rest.get(key := (row["operator"], row["dtype"]), (0.0, 0.0))
+        rest[key] = (flops + sign * row.get("flops", 0.0), size + sign * row.get("bytes", 0.0))
+    every = [(row["operator"], row["dtype"], row["flops"], row["bytes"]) for row in shaped]
+    every += [(*key, max(flops, 0.0), max(size, 0.0)) for key, (flops, size) in rest.items()]
     if not moved and modules is not None and (modules["moved_bytes"] > 0).any():
         beside = float(modules["moved_bytes"].sum()) - sum(row["bytes"] for row in shaped)
-        rows.append({"operator": _REST, "dtype": "", "flops": 0.0, "bytes": max(beside, 0.0)})
-    every = pd.DataFrame(rows, columns=columns).astype({"flops": float, "bytes": float})
+        every.append((_REST, "", 0.0, max(beside, 0.0)))
     # What computes by no known formula has more of a floor than its bytes.
-    every = every[~every["operator"].isin(["others", *(counted.get("uncounted") or ())])]
-    pairs = zip(every["operator"], every["dtype"], strict=True)
-    peak = np.array([peak_of(str(operator), str(dtype), matmul, peaks) for operator, dtype in pairs], dtype=float)
-    computing = (every["flops"] / peak * 1e9).where(every["flops"] > 0, 0.0)
-    every = every.assign(least_ns=computing.clip(lower=every["bytes"] * byte_ns).fillna(np.inf))
-    return every.groupby("operator")[["flops", "bytes", "least_ns"]].sum()
+    unknown, limits = {"others", *(counted.get("uncounted") or ())}, dict[str, tuple[float, float, float]]()
+    for operator, dtype, flops, size in every:
+        if operator not in unknown:
+            least = flops / (peak_of(operator, dtype, matmul, peaks) or np.nan) * 1e9 if flops > 0 else 0.0
+            before = limits.get(operator, (0.0, 0.0, 0.0))
+            limits[operator] = (
+                before[0] + flops,
+                before[1] + size,
+                before[2] + (np.inf if np.isnan(least) else np.fmax(least, size * byte_ns)),
+            )
+    return limits
 
 
 def counted_operator(
@@ -472,20 +486,34 @@ def counted_operator(
     return found[place]
 
 
-def _floors(frame: pd.DataFrame, limits: pd.DataFrame) -> tuple[pd.DataFrame, float, float]:
-    """Return the rows of `work_kinds`, the floor of _REST, and the share of their limits that operators' floors are."""
-    operators = limits.join(frame.groupby("operator")["ns"].sum(), how="inner")
-    operators["floor_ns"] = operators["least_ns"].clip(upper=operators["ns"])
-    # An operator is of the kind that multiplies in it, else of that of most of its time.
-    first = frame.assign(multiplies=frame["kind"].isin(MULTIPLY)).sort_values(["multiplies", "ns"], ascending=False)
-    home, own = first.drop_duplicates("operator").set_index("operator")["kind"], operators.drop(_REST, errors="ignore")
-    parts = {"known_ns": frame["operator"].isin(operators.index), "shared_ns": frame["operator"] == _REST}
-    frame = frame.assign(**{part: frame["ns"].where(of, 0.0) for part, of in parts.items()})
-    found = frame.groupby("kind")[["kernels", "ns", *parts]].sum()
-    found = found.join(own.groupby(home.reindex(own.index))[["floor_ns", "flops", "bytes"]].sum()).fillna(0.0)
-    found["floor_ns"] += found["ns"] - found["known_ns"]  # what is not known is at its limit
-    floors, least = operators["floor_ns"], float(operators["least_ns"].sum())
-    return found.rename_axis("kind").reset_index(), float(floors.get(_REST, 0.0)), float(floors.sum()) / max(least, 1.0)
+def _floors(
+    rows: Sequence[tuple[str, str, float, float]], limits: Mapping[str, tuple[float, float, float]]
+) -> tuple[pd.DataFrame, float, float]:
+    """Return the rows of `work_kinds`, the floor of _REST, and the share of their limits that operators' floors are.
+
+    `rows`: kind, operator, kernels and ns. An operator is of the kind that multiplies in it, else of that of most of
+    its time.
+    """
+    home: dict[str, str] = {}
+    took, known, rest = (defaultdict[str, float](float) for _ in range(3))
+    for kind, operator, _, ns in sorted(rows, key=lambda row: (row[0] in MULTIPLY, row[3]), reverse=True):
+        home.setdefault(operator, kind)
+        took[operator] += ns
+        known[kind] += ns if operator in limits else 0.0
+        rest[kind] += ns if operator == _REST else 0.0
+    floors = {operator: min(limits[operator][2], took[operator]) for operator in took if operator in limits}
+    found = []
+    for kind in sorted(known):
+        mine = [row for row in rows if row[0] == kind]
+        own = [operator for operator in floors if home[operator] == kind and operator != _REST]
+        ns, floor = sum(row[3] for row in mine), sum(floors[operator] for operator in own)
+        flops, size = (float(sum(limits[operator][i] for operator in own)) for i in (0, 1))
+        # What is not known is at its limit.
+        floor_ns = floor + max(ns - known[kind], 0.0)
+        found.append((kind, sum(row[2] for row in mine), ns, known[kind], rest[kind], floor_ns, flops, size))
+    columns = ["kind", "kernels", "ns", "known_ns", "shared_ns", "floor_ns", "flops", "bytes"]
+    least = sum(limits[operator][2] for operator in floors)
+    return pd.DataFrame(found, columns=columns), floors.get(_REST, 0.0), sum(floors.values()) / max(least, 1.0)
 
 
 @across_ranks

@@ -131,27 +131,28 @@ def _traced(work: pd.DataFrame, spans: pd.DataFrame, steps: int) -> pd.DataFrame
     # A kernel that no operator is known to have launched has a row of its own.
     rows = np.where(known, work["owner"], work.index)
     codes = {key: spans[column].cat.codes.to_numpy()[rows] for key, column in _KEYS.items()}
-    ns = work["dur_ns"]
-    in_32 = named(work, in_float32) if "name" in work else work["unit"] == "float32"
-    cut = work["unit"] == "tf32"
-    each = pd.DataFrame(
-        {
-            "operator": codes["operator"],
-            **{key: np.where(known, codes[key], -1) for key in ("dtype", "shape")},
-            "calls": 1,
-            "times": ~work["owner"].duplicated().to_numpy(),
-            "ns": ns.to_numpy(),
-            "tensor_ns": ns.where(work["unit"].isin(("tensor", "tf32")), 0.0).to_numpy(),
-            "tf32_ns": ns.where(cut & ~in_32, 0.0).to_numpy(),
-            "float32_ns": ns.where(in_32, 0.0).to_numpy(),
-            "emulated_ns": ns.where(in_32 & cut, 0.0).to_numpy(),
-        }
-    )
-    sums = (each.groupby(list(_KEYS)).sum() / steps).reset_index()
-    for key, column in _KEYS.items():
-        texts = np.array(["", *spans[column].cat.categories.tolist()], dtype=object)
-        sums[key] = texts[sums[key].to_numpy() + 1]
-    return sums.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
+    ns = work["dur_ns"].to_numpy(dtype=float)
+    on_tensor, cut, plain = ((work["unit"] == unit).to_numpy(dtype=bool) for unit in ("tensor", "tf32", "float32"))
+    in_32 = named(work, in_float32) if "name" in work else plain
+    texts = {key: np.array(["", *spans[column].cat.categories.tolist()], dtype=object) for key, column in _KEYS.items()}
+    keys = [np.where(known | (key == "operator"), codes[key], -1) + 1 for key in _KEYS]
+    alike, place = np.unique(np.ravel_multi_index(keys, [len(texts[key]) for key in _KEYS]), return_inverse=True)
+    parts = {
+        "calls": 1.0,
+        "times": ~work["owner"].duplicated().to_numpy(),
+        "ns": ns,
+        "tensor_ns": np.where(on_tensor | cut, ns, 0.0),
+        "tf32_ns": np.where(cut & ~in_32, ns, 0.0),
+        "float32_ns": np.where(in_32, ns, 0.0),
+        "emulated_ns": np.where(in_32 & cut, ns, 0.0),
+    }
+    named_keys = zip(_KEYS, np.unravel_index(alike, [len(texts[key]) for key in _KEYS]), strict=True)
+    sums = {key: texts[key][at] for key, at in named_keys}
+    sums |= {
+        part: np.bincount(place, np.broadcast_to(np.asarray(each), len(place)), len(alike)) / steps
+        for part, each in parts.items()
+    }
+    return pd.DataFrame(sums).sort_values("ns", ascending=False, kind="stable", ignore_index=True)
 
 
 def _with_counts(frame: pd.DataFrame, calls: pd.Series[float], rank: RankFacts) -> pd.DataFrame:

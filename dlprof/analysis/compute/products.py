@@ -120,12 +120,13 @@ def saved_in_16_bits(
     what a forward product takes, in float32, and writes it in 16 bits: a third of the products are forward, and the
     backward pass finds their operands in 16 bits.
     """
-    least = np.fmax(frame["flops"] / half, frame["bytes"] / 2 / (bandwidth or math.nan)) * 1e9
-    took = frame[column]
-    saved = (took - least).where(frame["flops"].notna(), took * (1 - single / half))
+    took, flops, moved = (frame[name].to_numpy(dtype=float) for name in (column, "flops", "bytes"))
     of_32 = took > 0
-    casts = float(frame.loc[of_32, "bytes"].sum()) / 3 * 1.5 / bandwidth * 1e9 if bandwidth else 0.0
-    return max(float(saved[of_32].clip(lower=0.0).sum()) - casts, 0.0)
+    took, flops, moved = took[of_32], flops[of_32], moved[of_32]
+    least = np.fmax(flops / half, moved / 2 / (bandwidth or math.nan)) * 1e9
+    saved = np.where(np.isnan(flops), took * (1 - single / half), took - least)
+    casts = float(np.nansum(moved)) / 3 * 1.5 / bandwidth * 1e9 if bandwidth else 0.0
+    return max(float(np.nansum(np.maximum(saved, 0.0))) - casts, 0.0)
 
 
 def misaligned(frame: pd.DataFrame, peaks: Mapping[str, float], bandwidth: float) -> tuple[float, float, bool]:
@@ -135,16 +136,14 @@ def misaligned(frame: pd.DataFrame, peaks: Mapping[str, float], bandwidth: float
     convolution. The number of rows (batch × length) may be any.
     """
     took = saved = 0.0
-    shaped = frame[frame["shape"].to_numpy(dtype=object) != ""]
-    shaped = shaped[shaped["dtype"].map(multiple_of) > 0] if len(shaped) else shaped
+    of_shape = frame["shape"].to_numpy(dtype=object) != ""
+    multiples = np.where(of_shape, [multiple_of(str(dtype)) for dtype in frame["dtype"]], 0)
     for multiple, precisions in _PRECISIONS.items():
-        alike = shaped[shaped["dtype"].map(multiple_of) == multiple]
-        if alike.empty:
-            continue
-        rate = max(peaks.get(p, 0.0) for p in precisions) * TENSOR_SHARE
-        mine, more = _too_long(alike, rate, bandwidth)
-        took, saved = took + mine, saved + more
-    return took, saved, not shaped.empty
+        if (alike := multiples == multiple).any():
+            rate = max(peaks.get(p, 0.0) for p in precisions) * TENSOR_SHARE
+            mine, more = _too_long(frame[alike], rate, bandwidth)
+            took, saved = took + mine, saved + more
+    return took, saved, bool((multiples > 0).any())
 
 
 def _too_long(rows: pd.DataFrame, rate: float, bandwidth: float) -> tuple[float, float]:
@@ -152,16 +151,16 @@ def _too_long(rows: pd.DataFrame, rate: float, bandwidth: float) -> tuple[float,
     each = list(zip(rows["operator"], rows["shape"], rows["dtype"], strict=True))
     odd = {size for product in each for size in misaligned_sizes(*product)}
     is_odd = np.array([not odd.isdisjoint(_inner(operator, shape)) for operator, shape, _ in each], dtype=bool)
-    wrong = rows[is_odd]
+    flops, moved, ns, calls = (rows[name].to_numpy(dtype=float) for name in ("flops", "bytes", "ns", "calls"))
     # What well-shaped products of this run reach is the best guess for the others, where each has its own time.
-    right = rows[~is_odd & (rows["flops"] > 0) & (rows["ns"] > 0) & ~rows["shared"].astype(bool)]
-    if right["ns"].sum() > _LEAST_EXAMPLE * rows["ns"].sum():
-        rate = max(rate * _LEAST_EXAMPLE, right["flops"].sum() / right["ns"].sum() * 1e9)
-    took = float(wrong["ns"].sum())
-    if not rate or wrong["flops"].isna().any():
-        return took, 0.0 if wrong.empty else math.nan
-    least = np.fmax(wrong["flops"] / rate, wrong["bytes"] / (bandwidth or math.nan)) * 1e9
-    return took, float((wrong["ns"] - np.fmax(least, SMALL_NS / 2 * wrong["calls"])).clip(lower=0.0).sum())
+    right = ~is_odd & (flops > 0) & (ns > 0) & ~rows["shared"].to_numpy(dtype=bool)
+    if ns[right].sum() > _LEAST_EXAMPLE * ns.sum():
+        rate = max(rate * _LEAST_EXAMPLE, flops[right].sum() / ns[right].sum() * 1e9)
+    took = float(ns[is_odd].sum())
+    if not rate or np.isnan(flops[is_odd]).any():
+        return took, math.nan if is_odd.any() else 0.0
+    least = np.fmax(np.fmax(flops / rate, moved / (bandwidth or math.nan)) * 1e9, SMALL_NS / 2 * calls)
+    return took, float(np.maximum(ns - least, 0.0)[is_odd].sum())
 
 
 def _inner(operator: str, shape: str) -> list[int]:

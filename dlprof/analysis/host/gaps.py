@@ -208,6 +208,8 @@ def hook_loops(
     calls = pd.concat(found, ignore_index=True)
     calls["end_ns"] = calls["start_ns"] + calls["dur_ns"]
     calls["checks"], calls["reads"] = host.is_one_of(calls["name"], ANOMALY[1]), host.is_one_of(calls["name"], *_READS)
+    if not (calls["checks"] | calls["reads"]).any():
+        return []
     turns = calls.groupby(["lane", "turn"]).agg(
         start=("start_ns", "min"), end=("end_ns", "max"), checks=("checks", "any"), reads=("reads", "any")
     )

@@ -53,8 +53,12 @@ def clocks(
         samples = samples[samples["at_ns"].between(*span)]
     rows = []
     for source, mine in samples.groupby("source", observed=True):
-        read = mine.pivot_table(index="at_ns", columns="metric", values="value", observed=True)
-        read = read.reindex(columns=list(_METRICS)).dropna(subset="sm_clock_mhz")
+        at, place = np.unique(mine["at_ns"].to_numpy(), return_inverse=True)
+        codes = mine["metric"].cat.set_categories(_METRICS).cat.codes.to_numpy()
+        table = np.full((len(at), len(_METRICS)), np.nan)
+        table[place, codes] = mine["value"].to_numpy()
+        read = pd.DataFrame(table, columns=list(_METRICS))
+        read = read[read["sm_clock_mhz"].notna()]
         bits = read["clock_reasons_bits"].fillna(0).astype(np.int64)
         read, bits = read[bits & _IDLE_BIT == 0], bits[bits & _IDLE_BIT == 0]
         if len(read) < ENOUGH:

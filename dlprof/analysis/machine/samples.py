@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -210,26 +210,37 @@ OTHERS_WAITED = "other_threads_waited_share"
 LITTLE = 0.1
 
 
-def _readings(samples: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    """Return the readings of each metric of each source, what only grows as its rate: source, metric, at_ns, value,
-    span_s (the seconds before at_ns that it stands for) and since_ns (from when on it held).
+class _Readings(NamedTuple):
+    """The readings of a metric of a source: span_s, the seconds before at_ns that each stands for, and since_ns, from
+    when on it held.
     """
-    groups = [(str(s), str(m), f) for (s, m), f in samples.groupby(["source", "metric"], observed=True, sort=True)]
-    known = {(source, metric) for source, metric, _ in groups}
-    for source, metric, frame in groups:
-        at, value = frame["at_ns"].to_numpy(), frame["value"].to_numpy()
+
+    source: str
+    metric: str
+    at_ns: NDArray[np.int64]
+    value: NDArray[np.float64]
+    span_s: NDArray[np.float64]
+    since_ns: NDArray[np.int64]
+
+
+def _readings(samples: pd.DataFrame) -> Iterator[_Readings]:
+    """Return the readings of each metric of each source, what only grows as its rate."""
+    every_at, every_value = samples["at_ns"].to_numpy(), samples["value"].to_numpy()
+    groups = samples.groupby(["source", "metric"], observed=True, sort=True).indices
+    by_key = {tuple(map(str, cast("tuple[str, str]", key))): places for key, places in groups.items()}
+    for (source, metric), places in by_key.items():
+        at, value = every_at[places], every_value[places]
         rate, unit = _RATES.get(metric, ("", 0.0))
         if not rate:
-            columns = {"metric": metric, "at_ns": at, "value": value, "span_s": _spans(at), "since_ns": at}
-        elif (source, rate) in known:
+            yield _Readings(source, metric, at, value, _spans(at), at)
+        elif (source, rate) in by_key:
             continue  # a GPU may have both a rate and the total since it started: its own rate counts
         else:
             span, grown = np.diff(at) / 1e9, np.diff(value) * unit
             # A counter that started again at 0, or is now read by another process, has no rate for the time between.
             sound = (span > 0) & (grown >= 0)
             at, span, since = at[1:][sound], span[sound], at[:-1][sound]
-            columns = {"metric": rate, "at_ns": at, "value": grown[sound] / span, "span_s": span, "since_ns": since}
-        yield pd.DataFrame({"source": source} | columns)
+            yield _Readings(source, rate, at, grown[sound] / span, span, since)
 
 
 def _spans(at: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -251,18 +262,21 @@ def sample_series(
     """
     untimed = [source for source, clock in log_clocks.items() if clock.how == "none"]
     timed = placed_samples[~placed_samples["source"].isin(untimed)] if untimed else placed_samples
-    parts = [read for read in _readings(timed) if len(read)]
+    parts = [read for read in _readings(timed) if len(read.at_ns)]
     if not parts and untimed:
         raise NotMeasured("the log has no times")
     if not parts:
         raise NotMeasured("the job was too short for two readings: record longer")
-    read = pd.concat(parts, ignore_index=True)
-    metrics = read.groupby(["source", "metric"], sort=False)
-    place = metrics.cumcount() // -(-metrics["value"].transform("size") // MOST_POINTS)
-    begin = read["at_ns"].min()  # means of times since 1970 would not be exact
-    points = read.assign(at_ns=read["at_ns"] - begin).groupby(["source", "metric", place], sort=False)
-    means = points[["at_ns", "value"]].mean().droplevel(2).reset_index()
-    return means.assign(at_ns=means["at_ns"].astype(np.int64) + begin)
+    begin = min(read.at_ns.min() for read in parts)  # means of times since 1970 would not be exact
+    frames = []
+    for read in parts:
+        first = np.arange(0, len(read.at_ns), -(-len(read.at_ns) // MOST_POINTS))
+        count = np.diff(first, append=len(read.at_ns))
+        at, value = (np.add.reduceat(values, first) / count for values in (read.at_ns - begin, read.value))
+        frames.append(
+            {"source": read.source, "metric": read.metric, "at_ns": at.astype(np.int64) + begin, "value": value}
+        )
+    return pd.concat([pd.DataFrame(frame) for frame in frames], ignore_index=True)
 
 
 def held(samples: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
@@ -273,11 +287,12 @@ def held(samples: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
     """
     parts = []
     for read in _readings(samples):
-        since = read["since_ns"].to_numpy()
-        usual = float(read["at_ns"].diff().median()) if len(read) > 1 else 0.0
+        usual = float(np.median(np.diff(read.at_ns))) if len(read.at_ns) > 1 else 0.0
+        since = read.since_ns
         first = max(np.searchsorted(since, begin, side="right") - 1, np.searchsorted(since, begin - 2 * usual))
-        chosen = read.iloc[first : np.searchsorted(since, end)]
-        parts.append(chosen.assign(at_ns=chosen["since_ns"].clip(lower=begin))[["source", "metric", "at_ns", "value"]])
+        chosen = slice(first, np.searchsorted(since, end))
+        columns = {"at_ns": np.maximum(since[chosen], begin), "value": read.value[chosen]}
+        parts.append(pd.DataFrame({"source": read.source, "metric": read.metric} | columns))
     if not parts:
         raise NotMeasured("nothing was sampled in this time: record longer")
     return pd.concat(parts, ignore_index=True)
@@ -306,12 +321,12 @@ def sample_means(
     rows = []
     for read in _readings(placed_samples[placed_samples["at_ns"].between(*steady_span)]):
         # A reading stands for the time since the one before it: not for the time in which the job was suspended.
-        at = read["at_ns"].to_numpy()
-        read = read[~suspended(rank, np.append(at[:1], at[:-1]), at)]
-        value = read["value"].to_numpy()
-        if len(read) >= ENOUGH:
-            mean, noise = float(np.average(value, weights=read["span_s"])), standard_error(value)
-            rows.append((*read[["source", "metric"]].iloc[0], mean, noise, float(value.max()), len(read)))
+        at = read.at_ns
+        sound = ~suspended(rank, np.append(at[:1], at[:-1]), at)
+        value = read.value[sound]
+        if len(value) >= ENOUGH:
+            mean, noise = float(np.average(value, weights=read.span_s[sound])), standard_error(value)
+            rows.append((read.source, read.metric, mean, noise, float(value.max()), len(value)))
     if not rows:
         raise NotMeasured(f"fewer than {ENOUGH} readings while training was steady: record longer")
     return pd.DataFrame(rows, columns=["source", "metric", "mean", "noise", "largest", "readings"])

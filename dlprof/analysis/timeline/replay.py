@@ -14,7 +14,7 @@ then the host has the lead, or has lost it, that the change leads to.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -144,7 +144,7 @@ class Replay:
         ready = self._host_at(kept, self._called) + self._latency
         runs = self._runs(ready, self._gap, self.durations, self._residual, self._needs)
         shifts = np.array(self._run(kept, runs, self.durations, frozenset())[1], dtype=np.int64)
-        ends = np.sort([w.end for w in self.waits])
+        ends = np.sort(self._edges[len(self.waits) : -2])
 
         def at(instants: NDArray[np.int64]) -> NDArray[np.int64]:
             return self._host_at(kept, instants) + shifts[np.searchsorted(ends, instants, side="right")]
@@ -158,6 +158,18 @@ class Replay:
             gone += (1 - share) * iv.before(self.clock(times.ravel()).reshape(-1, 2), now)
         moved: NDArray[np.int64] = now - np.rint(gone).astype(np.int64)
         return moved
+
+    def clocked(self, clock: HostClock) -> Replay:
+        """Return the same steps with another clock of the host."""
+        other = replace(self, clock=clock)
+        for name in ("_edges", "_awaited", "_by_stream"):  # no clock changes these
+            other.__dict__[name] = getattr(self, name)
+        return other
+
+    @cached_property
+    def _edges(self) -> NDArray[np.int64]:
+        """The begin of each wait, the end of each, and the two of the steps, on the host."""
+        return np.array([*(w.begin for w in self.waits), *(w.end for w in self.waits), *self.host], dtype=np.int64)
 
     @cached_property
     def _awaited(self) -> NDArray[np.bool_]:
@@ -220,11 +232,8 @@ class Replay:
         """Replay twice in a row; return the mean step of the second time, and by how much the host was shifted in it
         after each number of waits. Plain numbers, for it is the hot loop.
         """
-        begin, end = (
-            self._host_at(kept, np.array([getattr(w, edge) for w in self.waits], dtype=np.int64)).tolist()
-            for edge in ("begin", "end")
-        )
-        host_begin, host_end = map(int, self._host_at(kept, np.array(self.host, dtype=np.int64)))
+        *edges, host_begin, host_end = self._host_at(kept, self._edges).tolist()
+        begin, end = edges[: len(self.waits)], edges[len(self.waits) :]
         ended = [0] * len(dur)
         # A stream may have worked before the steps, and not in them.
         free_at = [NEVER] * (max(int(self._stream.max(initial=0)), *self._before, 0) + 1)
@@ -431,7 +440,14 @@ def _waits(
     row_of = dict(zip(launch[pageable].tolist(), np.flatnonzero(pageable).tolist(), strict=True))
     home = pageable & host.is_one_of(device_work["copy"], "DtoH")
     copies = host.is_among(ids, launch[home])
-    calls = np.flatnonzero(host.is_kind(near, "runtime") & (lasts | (synchronises & ~of_event) | copies))
+    is_call = host.is_kind(near, "runtime")
+    # What neither synchronises nor copies waits for the queue, if for anything, until the work before has begun.
+    until = called[first:last] + took[first:last]
+    running = np.searchsorted(start, until, side="right") - 1
+    begun = (running >= 0) & (ids >= 0) & (took[first:last] >= _LONG_LAUNCH_NS) & ~host.is_named(near, *_NOT_LAUNCHES)
+    begun &= (start[running] >= called[first:last]) & (launch[running] != ids) if len(start) else False
+    of_copy = host.is_among(ids, launch[pageable])
+    calls = np.flatnonzero(is_call & ((lasts & (begun | of_copy | synchronises)) | (synchronises & ~of_event) | copies))
     # In order of their launches, and of all that was launched until then the last to end.
     by_launch = np.argsort(launches.called, kind="stable")
     launched = launches.called[by_launch]
@@ -441,7 +457,7 @@ def _waits(
     names = near["name"].array
     found = []
     for call in calls.tolist():
-        name, at, until = str(names[call]), int(called[first + call]), int(called[first + call] + took[first + call])
+        at, until = int(called[first + call]), int(called[first + call] + took[first + call])
         row, from_start, after = row_of.get(int(ids[call]), -1), False, 0
         if synchronises[call]:
             before = int(np.searchsorted(launched, at)) - 1
@@ -456,14 +472,11 @@ def _waits(
             # The call returns when the last piece is on its way: a little before the copy ends.
             waits = at <= ends[row] <= until + _LONG_LAUNCH_NS
         else:
-            from_start = True
-            row = int(np.searchsorted(start, until, side="right")) - 1
-            begins = until - at >= _LONG_LAUNCH_NS and ids[call] >= 0 and not name.startswith(_NOT_LAUNCHES)
-            waits = begins and row >= 0 and start[row] >= at and launch[row] != ids[call]
+            from_start, row, waits = True, int(running[call]), bool(begun[call])
         if waits:
             after = until - int(start[row] if from_start else ends[row])
             after = after if ends[row] >= at or from_start else min(until - at, WAIT_NS)
-            found.append(Wait(at, until, int(place[row]), after, from_start, bool(of_all[call]), name))
+            found.append(Wait(at, until, int(place[row]), after, from_start, bool(of_all[call]), str(names[call])))
     return found
 
 

@@ -53,6 +53,11 @@ def steady_stalls(stalls: Frame = needs(schema.STALLS), light_steps: Frame = nee
     return within
 
 
+_NO_STALLS = dict.fromkeys(("mean_ns", "noise_ns", "longest_ns", "every"), 0.0) | dict.fromkeys(
+    ("longer_ns", "longer_noise_ns"), np.nan
+)
+
+
 @per_rank
 def stall_means(steady_stalls: Frame = needs(steady_stalls), steady_steps: Frame = needs(steady_steps)) -> pd.DataFrame:
     """Return one row a kind of KINDS, zeros where there was none of it.
@@ -65,6 +70,9 @@ def stall_means(steady_stalls: Frame = needs(steady_stalls), steady_steps: Frame
     n, rows = len(steady_steps), []
     for kind in KINDS:
         mine = steady_stalls[steady_stalls["kind"] == kind]
+        if mine.empty:
+            rows.append({"kind": kind, "steps": n, "stalls": 0, **_NO_STALLS})
+            continue
         stalled = mine.groupby("step")["dur_ns"].sum().to_numpy(dtype=float)
         # A script saves on a schedule: not how often, only how long is left to chance, once there are two to compare.
         scheduled = kind == "checkpoint" and len(stalled) > 1
@@ -76,8 +84,8 @@ def stall_means(steady_stalls: Frame = needs(steady_stalls), steady_steps: Frame
                 "mean_ns": float(stalled.sum() / n),
                 "noise_ns": standard_error(spread) * (len(stalled) / n if scheduled else 1.0),
                 "stalls": int(mine["count"].sum()),
-                "longest_ns": float((mine["dur_ns"] / mine["count"]).max()) if len(mine) else 0.0,
-                "every": n / min(n, mine.groupby("step")["count"].max().sum()) if len(mine) else 0.0,
+                "longest_ns": float((mine["dur_ns"] / mine["count"]).max()),
+                "every": n / min(n, mine.groupby("step")["count"].max().sum()),
                 "steps": n,
                 "longer_ns": longer,
                 "longer_noise_ns": longer_noise,
@@ -108,10 +116,12 @@ def stalled_steps(steady_stalls: Frame = needs(steady_stalls)) -> pd.DataFrame:
     """Return the steady steps that stalled: kind, step, ns (the sum), generation and path (of the longest stall)."""
     stalls = steady_stalls.sort_values("dur_ns", ascending=False, kind="stable")
     stalls = stalls.astype({"kind": "str", "path": "str"})
-    first = {column: (column, "first") for column in ("generation", "path")}
-    steps = stalls[stalls["kind"].isin(KINDS)].groupby(["kind", "step"]).agg(ns=("dur_ns", "sum"), **first)
+    stalls = stalls[stalls["kind"].isin(KINDS)]
+    by = stalls.groupby(["kind", "step"])["dur_ns"]
+    steps = stalls.assign(ns=by.transform("sum")).drop_duplicates(["kind", "step"])
     longest = steps.sort_values("ns", ascending=False, kind="stable").groupby("kind").head(MOST_STEPS)
-    return longest.sort_index().reset_index()
+    columns = ["kind", "step", "ns", "generation", "path"]
+    return longest.sort_values(["kind", "step"], ignore_index=True)[columns]
 
 
 def stalls_of(frame: pd.DataFrame, kind: str, rank: int) -> pd.DataFrame:

@@ -11,7 +11,7 @@ end) is taken from all of the phase alike. Waits for data, which differ from ste
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -263,13 +263,14 @@ def what_if(
     untraced["rest"] = max(timing.step_ns - sum(timing.phases.values()), 0.0)
 
     def replayed(clock: HostClock) -> dict[str, float]:
-        with_clock = replace(replay_of, clock=clock)
-        return dict(zip(phases, with_clock.host_ns([(did.fetch, fetch_left)], [*phases.values()]), strict=True))
+        return dict(
+            zip(phases, replay_of.clocked(clock).host_ns([(did.fetch, fetch_left)], [*phases.values()]), strict=True)
+        )
 
     calls = traced_calls(spans, is_on_device, did.calls, phases)
     filled = replay_of.durations.sum() >= _FILLED * replay_of.steps * timing.step_ns
     clock = calibrated(calls, untraced, replay_of.steps, replayed, usual_ns(rank.facts), filled=bool(filled))
-    return WhatIf(replace(replay_of, clock=clock), did, phases, fetch_left, timing.step_ns)
+    return WhatIf(replay_of.clocked(clock), did, phases, fetch_left, timing.step_ns)
 
 
 @per_rank
