@@ -54,10 +54,46 @@ _BISECTIONS = 9  # to a hundredth of a batch
 
 
 @within_rank
+def outer_operators(
+    spans: Frame = needs(schema.SPANS), is_on_device: NDArray[np.bool_] = needs(is_on_device)
+) -> NDArray[np.int64]:
+    """Return for each operator of the host the row of the innermost one around it on its thread; -1: none."""
+    chosen = host.is_kind(spans, "op") & ~is_on_device
+    lanes, starts, took = spans["lane"].cat.codes.to_numpy(), spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
+    found = np.full(len(spans), -1, dtype=np.int64)
+    for lane in np.unique(lanes[chosen]):
+        rows = np.flatnonzero(chosen & (lanes == lane))
+        parent = host.parents(starts[rows], starts[rows] + took[rows])
+        found[rows] = np.where(parent >= 0, rows[parent], -1)
+    return found
+
+
+def callers(
+    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], outer_operators: NDArray[np.int64], calls: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the row of the innermost operator in which each call, a row of the spans, begins; -1: none."""
+    chosen = host.is_kind(spans, "op") & ~is_on_device
+    lanes, starts, took = spans["lane"].cat.codes.to_numpy(), spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
+    found = np.full(len(calls), -1, dtype=np.int64)
+    for lane in np.unique(lanes[calls]):
+        rows, mine = np.flatnonzero(chosen & (lanes == lane)), np.flatnonzero(lanes[calls] == lane)
+        if len(rows):
+            at = np.searchsorted(rows, calls[mine]) - 1  # rows are in order of start, the longer first
+            found[mine] = np.where(at >= 0, rows[at], -1)
+    # The last that began before: it, or one around it, has not ended yet.
+    left = np.flatnonzero(found >= 0)
+    while len(left := left[starts[found[left]] + took[found[left]] <= starts[calls[left]]]):
+        found[left] = outer_operators[found[left]]
+        left = left[found[left] >= 0]
+    return found
+
+
+@within_rank
 def kernels(
     device_sets: DeviceSets = needs(device_sets),  # noqa: ARG001 - required: without a device in the trace nothing is known
     spans: Frame = needs(schema.SPANS),
     is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    outer_operators: NDArray[np.int64] = needs(outer_operators),
     device_work: Frame = needs(device_work),
     launched_within: NDArray[np.int64] = needs(launched_within),
 ) -> pd.DataFrame:
@@ -72,7 +108,7 @@ def kernels(
     names = work["name"].cat
     units = pd.Categorical([unit_of(str(name)) for name in names.categories], ["", *UNITS])
     calls = np.flatnonzero(host.is_kind(spans, "runtime") & ~is_on_device & (spans["launch"].to_numpy() >= 0))
-    owner = pd.Series(around(spans, is_on_device, "op", "runtime", of=calls)[calls], spans["launch"].to_numpy()[calls])
+    owner = pd.Series(callers(spans, is_on_device, outer_operators, calls), spans["launch"].to_numpy()[calls])
     return pd.DataFrame(
         {
             "name": work["name"],
@@ -90,38 +126,6 @@ def named(kernels: pd.DataFrame, holds: Callable[[str], bool]) -> NDArray[np.boo
     of_name = np.array([holds(str(name)) for name in names.categories], dtype=bool)
     found: NDArray[np.bool_] = of_name[names.codes.to_numpy()]
     return found
-
-
-def around(
-    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], *kinds: str, of: NDArray[np.int64] | None = None
-) -> NDArray[np.int64]:
-    """Return for each span the row of the innermost one around it on its thread, both of these kinds; -1: none.
-
-    `of`: rows of these kinds, in order, to restrict the search to; it takes half of the time where they are few.
-    """
-    chosen = host.is_kind(spans, *kinds) & ~is_on_device
-    lanes, starts, took = spans["lane"].cat.codes.to_numpy(), spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
-    wanted = None
-    if of is not None:
-        wanted = np.zeros(len(spans), dtype=bool)
-        wanted[of] = True
-    found = np.full(len(spans), -1, dtype=np.int64)
-    for lane in np.unique(lanes[chosen]):
-        rows = np.flatnonzero(chosen & (lanes == lane))
-        start = starts[rows]
-        end = start + took[rows]
-        if wanted is not None:
-            reaching = _reaching(start, end, wanted[rows])
-            rows, start, end = rows[reaching], start[reaching], end[reaching]
-        parent = host.parents(start, end)
-        found[rows] = np.where(parent >= 0, rows[parent], -1)
-    return found
-
-
-def _reaching(start: NDArray[np.int64], end: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return the wanted spans, and those that last until the next wanted one begins: no other encloses one of them."""
-    following = np.append(start[wanted], np.iinfo(np.int64).max)[np.cumsum(wanted, dtype=np.int32)]
-    return wanted | (end > following)
 
 
 @within_rank
@@ -387,7 +391,7 @@ def work_kinds(
     launched_within: NDArray[np.int64] = needs(launched_within),
     launched_by_optimizer: Maybe[NDArray[np.bool_]] = maybe(launched_by_optimizer),
     spans: Frame = needs(schema.SPANS),
-    is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    outer_operators: NDArray[np.int64] = needs(outer_operators),
     modules: Maybe[Frame] = maybe(schema.MODULES),
     module_rows: Maybe[Frame] = maybe(module_rows),
     timing: Timing = needs(timing),
@@ -403,7 +407,7 @@ def work_kinds(
     device, _, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     byte_ns, owner, steps = 1e9 / (bandwidth or np.nan), mine["owner"].to_numpy(), len(timing.windows)
     limits = _limits(rank, modules.or_none(), byte_ns)
-    operator = counted_operator(owner, spans, is_on_device, {*limits, *(counted.get("uncounted") or ())})
+    operator = counted_operator(owner, spans, outer_operators, {*limits, *(counted.get("uncounted") or ())})
     within, by_optimizer = module_rows.or_none(), launched_by_optimizer.or_none()
     if _REST in limits and within is not None:
         operator[(operator == "") & (owner >= 0) & (within["module"].to_numpy()[owner] >= 0)] = _REST
@@ -469,20 +473,20 @@ def _limits(rank: RankFacts, modules: pd.DataFrame | None, byte_ns: float) -> di
 
 
 def counted_operator(
-    owner: NDArray[np.int64], spans: pd.DataFrame, is_on_device: NDArray[np.bool_], counted: Collection[str]
+    owner: NDArray[np.int64], spans: pd.DataFrame, outer_operators: NDArray[np.int64], counted: Collection[str]
 ) -> NDArray[np.object_]:
     """Return the outermost operator around each launch that was seen in the counted step, "" where there is none.
 
     `owner`: the row of the innermost operator. A dispatch mode sees an operator, and not those that it is made of.
     """
-    outer, codes = around(spans, is_on_device, "op"), spans["name"].cat.codes.to_numpy()
+    codes = spans["name"].cat.codes.to_numpy()
     # The last place is that of no operator.
     named = np.array([*(n if n in counted else "" for n in map(str, spans["name"].cat.categories)), ""], dtype=object)
     at, place = np.unique(owner, return_inverse=True)
     found = np.full(len(at), "", dtype=object)
     while (at >= 0).any():
         met = named[np.where(at >= 0, codes[at], -1)]
-        found, at = np.where(met != "", met, found), np.where(at >= 0, outer[at], -1)
+        found, at = np.where(met != "", met, found), np.where(at >= 0, outer_operators[at], -1)
     return found[place]
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.compute.kernels import around, in_float32, kernels, named, shorter_kernels
+from dlprof.analysis.compute.kernels import in_float32, kernels, named, outer_operators, shorter_kernels
 from dlprof.analysis.compute.peaks import device_peaks, precision_of
 from dlprof.analysis.compute.products import (
     EMULATED,
@@ -66,6 +66,7 @@ def operator_work(
     has_device: bool = needs(has_device),
     spans: Frame = needs(schema.SPANS),
     is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    outer_operators: NDArray[np.int64] = needs(outer_operators),
     timing: Timing = needs(timing),
     kernels: Maybe[Frame] = maybe(kernels),
 ) -> pd.DataFrame:
@@ -79,7 +80,7 @@ def operator_work(
     else:
         rows = np.flatnonzero(host.is_kind(spans, "op") & ~is_on_device)
         dur = spans["dur_ns"].to_numpy(dtype=float)
-        outer = around(spans, is_on_device, "op")[rows]
+        outer = outer_operators[rows]
         inner_ns = np.bincount(outer[outer >= 0], dur[rows][outer >= 0], len(spans))
         start = spans["start_ns"].to_numpy()[rows]
         step = np.where(

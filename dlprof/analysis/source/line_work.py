@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
-from dlprof.analysis.compute.kernels import around, counted_operator, kernels, shorter_kernels
+from dlprof.analysis.compute.kernels import counted_operator, kernels, outer_operators, shorter_kernels
 from dlprof.analysis.compute.operators import operator_work
 from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.modules.frames import forward_rows
@@ -37,6 +37,7 @@ def line_work(
     operator_work: Frame = needs(operator_work),
     spans: Frame = needs(schema.SPANS),
     is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    outer_operators: NDArray[np.int64] = needs(outer_operators),
     timing: Timing = needs(timing),
     rank: RankFacts = needs(RANK),
     kernels: Maybe[Frame] = maybe(kernels),
@@ -55,7 +56,7 @@ def line_work(
     if not any(called):
         raise NotMeasured("no step's operators were counted by line")
     names = {name for of in called for name in of}
-    name, backward = _operators(operator_work["owner"].to_numpy(), spans, is_on_device, names)
+    name, backward = _operators(operator_work["owner"].to_numpy(), spans, is_on_device, outer_operators, names)
     code, of = pd.factorize(name)
     took = operator_work["dur_ns"].to_numpy() / max(len(timing.windows), 1)
     sums = np.bincount(2 * code + backward, took, 2 * len(of)).reshape(-1, 2)
@@ -94,7 +95,11 @@ def _shares(called: Sequence[Mapping[str, int]], moved: Sequence[Mapping[str, in
 
 
 def _operators(
-    owner: NDArray[np.int64], spans: pd.DataFrame, is_on_device: NDArray[np.bool_], names: set[str]
+    owner: NDArray[np.int64],
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    outer: NDArray[np.int64],
+    names: set[str],
 ) -> tuple[NDArray[np.object_], NDArray[np.bool_]]:
     """Return the operator among `names` that each row's work is of ("": none), and whether in the backward pass.
 
@@ -102,7 +107,6 @@ def _operators(
     the function.
     """
     is_function = ~host.is_one_of(spans["forward_thread"], "")
-    outer = around(spans, is_on_device, "op")
     function = _first(owner, outer, is_function)
     functions = np.unique(function[function >= 0])
     made_by = forward_rows(spans, is_on_device, functions) if len(functions) else functions
@@ -110,7 +114,7 @@ def _operators(
     backward = function >= 0
     if len(functions):
         of[backward] = made_by[np.searchsorted(functions, function[backward])]
-    return counted_operator(of, spans, is_on_device, names), backward
+    return counted_operator(of, spans, outer, names), backward
 
 
 def _first(rows: NDArray[np.int64], outer: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dlprof.analysis.compute.kernels import UNITS, around, kernels, kind_of, larger_batches, unit_of
+from dlprof.analysis.compute.kernels import UNITS, callers, kernels, kind_of, larger_batches, outer_operators, unit_of
 from dlprof.analysis.compute.operators import tensor_cores
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.timeline import host
@@ -338,7 +338,7 @@ def test_without_a_replay_it_abstains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_asked_of_some_spans_what_lies_around_them_is_the_same(tmp_path: Path, seed: int) -> None:
+def test_a_call_is_of_the_innermost_operator_in_which_it_begins(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     events: list[traces.Event] = []
 
@@ -358,6 +358,16 @@ def test_asked_of_some_spans_what_lies_around_them_is_the_same(tmp_path: Path, s
     spans, on_device = data.table("spans"), data.once(host.is_on_device)
     calls = np.flatnonzero(host.is_kind(spans, "runtime"))
     assert len(calls) > 20
-    all_of_them = around(spans, on_device, "op", "runtime")
-    assert (all_of_them[calls] >= 0).sum() > 10
-    np.testing.assert_array_equal(around(spans, on_device, "op", "runtime", of=calls)[calls], all_of_them[calls])
+    start, lane = spans["start_ns"].to_numpy(), spans["lane"].cat.codes.to_numpy()
+    end, is_op = start + spans["dur_ns"].to_numpy(), host.is_kind(spans, "op")
+
+    def around(row: int) -> int:
+        rows = np.arange(len(spans))
+        inside = is_op & (lane == lane[row]) & (start <= start[row]) & (end > start[row]) & (rows < row)
+        return int(rows[inside].max(initial=-1))
+
+    outer = data.once(outer_operators)
+    expected = [around(row) for row in calls.tolist()]
+    assert sum(row >= 0 for row in expected) > 10
+    assert callers(spans, on_device, outer, calls).tolist() == expected
+    assert [outer[row] for row in np.flatnonzero(is_op)] == [around(row) for row in np.flatnonzero(is_op).tolist()]

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.compute.kernels import around
+from dlprof.analysis.compute.kernels import outer_operators
 from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
@@ -61,6 +61,7 @@ _COLUMNS = {"what": "what runs only in this mode", "kernels": "kernels a step", 
 def deterministic_work(
     spans: Frame = needs(schema.SPANS),
     is_on_device: NDArray[np.bool_] = needs(is_on_device),
+    outer_operators: NDArray[np.int64] = needs(outer_operators),
     what_if: Maybe[WhatIf] = maybe(what_if),
     launches: Maybe[Launches] = maybe(launches),
     rank: RankFacts = needs(RANK),
@@ -76,8 +77,12 @@ def deterministic_work(
     if not mode:
         return pd.DataFrame(columns=columns)
     ops = ~is_on_device & host.is_kind(spans, "op")
-    within = around(spans, is_on_device, "op")
-    fills = ops & host.is_one_of(spans["name"], "aten::fill_") & (within >= 0) & _matches(spans, _NEW)[within]
+    fills = (
+        ops
+        & host.is_one_of(spans["name"], "aten::fill_")
+        & (outer_operators >= 0)
+        & _matches(spans, _NEW)[outer_operators]
+    )
     whatif = what_if.get()
     replay = whatif.replay
     called = launches.get().called[replay.rows]
