@@ -226,6 +226,17 @@ CASES: tuple[Case, ...] = (
     Case("scallop_patches", "torchio 312", ("input_wait",), ("many at once", "searchsorted")),
     Case("moth_pairs", "metta 147", ("step_python", "costly_line"), ("before it is computed",)),
     Case("hive_weights", "posthog 57417", ("host_bound", "step_python"), ("every few hundred steps",)),
+    # From here on, an eighth time, likewise.
+    Case("beetle_wings", "pytorch-DR 1", ("input_wait",), ("once", "keep", "draft")),
+    Case("loan_rows", "pytorch 4959", ("input_wait",), ("batch_size=None", "at once", "__getitems__")),
+    Case("tide_levels", "pytorch-3dunet 43", ("input_wait",), ("open",)),
+    Case("frog_calls", "metatrain 1271", ("worker_restart", "input_wait"), ("persistent_workers",)),
+    Case("taxi_fleet", "incubator 12", ("unused_forward", "unbatched_calls", "host_bound"), ("one call", "at once")),
+    Case("shelf_picks", "peft 2894", ("gc_pauses", "step_python", "host_bound", "costly_line"), ("collect",)),
+    Case("film_graph", "pygcn 14", ("costly_line", "needless_products"), ("sparse",)),
+    Case("harmony_lines", "ai.stackexchange.com 40119", ("unbatched_calls", "host_bound"), ("one pass",)),
+    Case("dust_denoise", "deepchem 458", ("checkpoint_stall",), ("every few minutes", "k-th")),
+    Case("roof_seg", "ml-agents 4471", ("thread_oversubscription",), ("set_num_threads", "threads")),
 )
 
 # Scripts in which no mistake is known. The first line of a report should promise none of them 1.15 × or more that is
@@ -250,4 +261,6 @@ HEALTHY: tuple[str, ...] = (
     "healthy_ddpm",
     "healthy_turbines",
     "healthy_lichens",
+    "healthy_glaciers",
+    "healthy_ballads",
 )

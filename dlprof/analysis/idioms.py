@@ -85,12 +85,13 @@ IDIOMS: tuple[Idiom, ...] = (
     ),
     Idiom(
         "hdf5_opened",
-        "opens an HDF5 file for every sample",
-        "open the file once in each process: at the first `__getitem__`, kept in an attribute of the data set",
+        "opens an HDF5 file, or a data set in it, for every sample",
+        "open the file, and look up its data sets and attributes, once in each process: at the first `__getitem__`,"
+        " kept in attributes of the data set",
         "https://docs.h5py.org/en/stable/high/file.html",
         DATA,
         source=r"\bh5py\.File\(",
-        frames=r"(make_fid|__init__) \(h5py[/\\]",
+        frames=r"(make_fid|__init__) \(h5py[/\\]|h5py[/\\]_hl[/\\](files|group|attrs)",
     ),
     Idiom(
         "hdf5_rows",
@@ -241,7 +242,9 @@ IDIOMS: tuple[Idiom, ...] = (
         " batch_size=None)`; a sampler of tensors should yield numbers (`.tolist()`), which index faster",
         _PYTORCH + "data.html#disable-automatic-batching",
         DATA,
-        source=r"^return \(?(self\.\w+\[(\w+)\])(, self\.\w+\[\2\])+\)?$",
+        source=r"^return \(?(self\.\w+\[(\w+)\])(, self\.\w+\[\2\])+\)?$"
+        # By any arithmetic on a row, which calls nothing with arguments.
+        r"|^(?!(for|if|elif|while|with)\b)(?!.*\w\((?!\))).*\bself(\.\w+)+\[\w+\](\.\w+\(\)| ?[-+*/]|,$)",
         last=True,
     ),
     Idiom(

@@ -42,6 +42,7 @@ NO_SCRIPT_CAN |= {
     "slow_start",
     "stalled_steps",
     "traced_python",
+    "unbatched_calls",
     "unused_batches",
     "unused_gradients",
 }

@@ -323,6 +323,12 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
         whole = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"])]
         known = whole[~whole["idiom"].isin(("", idioms.LOOPS))].groupby("idiom")["samples"].sum()
         name = str(known.idxmax()) if len(known) and known.max() >= _NAMED * whole["samples"].sum() else name
+    # Of the lines that do one thing, as the body of a `with`, the one whose own text says it is where it is changed.
+    alike = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"]) & (mine["idiom"] == name)]
+    says = [row for row in alike.to_dict("records") if _says(row["text"], name)]
+    if says and top["idiom"] == name and not _says(top["text"], name):
+        top = {**says[0], "samples": int(alike["samples"].sum())}
+        place = Place(str(top["file"]), int(top["line"]), str(top["function"]), share=float(top["samples"] / of))
     near = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"])]
     near = near[(near["line"] - top["line"]).abs() <= AROUND]
     callers = tuple(Place(file, line, caller) for caller, file, line in top["callers"])

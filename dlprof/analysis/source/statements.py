@@ -7,8 +7,10 @@ Files are read as the recording keeps them (kept.py): names are known, the text 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from dlprof.analysis.engine import JOB, Job, across_ranks, needs
 from dlprof.analysis.source.kept import kept_files
@@ -75,6 +77,96 @@ def groups_made(trees: Trees, optimizer: str) -> tuple[Place, ...]:
         ]
         found += [Place(where, one.lineno, what=ast.unparse(one)) for where, one in made[:1]]
     return tuple(found[:_MOST])
+
+
+# What is split on purpose: batches, and the micro-batches of one.
+_DELIBERATE = re.compile(r"loader|\.(chunk|split|tensor_split)\(")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A loop's line whose calls need nothing of other turns. `grows`: each gets what the one before got, and more."""
+
+    text: str
+    grows: bool
+
+
+def independent_turns(trees: Trees, file: str, line: int) -> Turns | None:
+    """Return what a line calls in a loop, where no turn needs what another one has made; None: no such loop is known.
+
+    A call that gets nothing of the loop's own, or a loop that trains or yields, is none. What attributes and calls hold
+    besides is not looked at: a model that keeps a state by itself is not seen.
+    """
+    around = [node for node in ast.walk(trees.get(file, ast.Module([], []))) if _spans(node, line)]
+    loops = [node for node in around if isinstance(node, ast.For | ast.ListComp | ast.GeneratorExp)]
+    made = [node for node in around if isinstance(node, ast.FunctionDef | ast.Lambda)]
+    for loop in reversed(loops):  # the innermost first
+        over = [loop.iter] if isinstance(loop, ast.For) else [one.iter for one in loop.generators]
+        if _trains(loop) or any(one in ast.walk(loop) for one in made):
+            continue
+        if any(_DELIBERATE.search(ast.unparse(one)) for one in over):
+            continue
+        if isinstance(loop, ast.For):
+            simple = [n for n in _simple(loop) if _spans(n, line)]
+            if not simple:
+                continue
+            statement, varies = simple[-1], _used(loop.target)
+        else:
+            statement, varies = ast.Return(loop.elt), set[str]().union(*(_used(one.target) for one in loop.generators))
+        later = _simple(loop)
+        tainted = _targets(statement)
+        while more := {t for n in later if _used(n) & tainted for t in _targets(n)} - tainted:
+            tainted |= more
+        varies |= {t for n in later for t in _targets(n)} - tainted
+        given = [one for call in _calls_of(statement) for one in _given(call)]
+        receivers = [call.func.value for call in _calls_of(statement) if isinstance(call.func, ast.Attribute)]
+        if any(_used(one) & tainted for one in [*given, *receivers]) or not any(_used(one) & varies for one in given):
+            continue
+        grows = any(
+            isinstance(n, ast.Slice) and n.lower is None and n.upper is not None and _used(n.upper) & varies
+            for one in given
+            for n in ast.walk(one)
+        )
+        return Turns(ast.unparse(statement), grows)
+    return None
+
+
+def _simple(loop: ast.AST) -> list[ast.stmt]:
+    """Return the statements in a loop that have none in them."""
+    return [n for n in ast.walk(loop) if isinstance(n, ast.stmt) and not hasattr(n, "body")]
+
+
+def _spans(node: ast.AST, line: int) -> bool:
+    return getattr(node, "lineno", line + 1) <= line <= (getattr(node, "end_lineno", 0) or 0)
+
+
+def _trains(loop: ast.AST) -> bool:
+    """Return whether a loop is that of the training, or hands on what it makes one by one."""
+    named = {_name(n.func) for n in ast.walk(loop) if isinstance(n, ast.Call)}
+    return bool(named & {"backward", "step", "zero_grad"}) or any(isinstance(n, ast.Yield) for n in ast.walk(loop))
+
+
+def _used(node: ast.AST) -> set[str]:
+    """Return the names in an expression: variables, and attributes of them, as "self.h"."""
+    return {ast.unparse(n) for n in ast.walk(node) if isinstance(n, ast.Name | ast.Attribute)}
+
+
+def _targets(node: ast.AST) -> set[str]:
+    """Return the names that a statement assigns, or whose object it calls by itself, as a list's `append`."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        return {ast.unparse(node.value.func.value)}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if hasattr(node, "target") else []
+    found: set[str] = set()
+    for target in targets:
+        parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+        found |= {ast.unparse(part.value if isinstance(part, ast.Subscript) else part) for part in parts}
+    return found
+
+
+def _calls_of(statement: ast.AST) -> list[ast.Call]:
+    """Return the calls of a statement, but for that of a list's `append` or the like which is the statement."""
+    outer = statement.value if isinstance(statement, ast.Expr) else None
+    return [n for n in ast.walk(statement) if isinstance(n, ast.Call) and not (n is outer and _targets(statement))]
 
 
 def causal_masks(trees: Trees, file: str, line: int) -> tuple[Place, ...]:

@@ -31,6 +31,7 @@ PANDAS = "_getitem_axis (/v/lib/python3.11/site-packages/pandas/core/indexing.py
 DAYS = "day (/w/data.py:{});DatetimeIndex.day (/v/lib/python3.11/site-packages/pandas/core/indexes/datetimes.py:9)"
 SET = "__getitem__ (/v/lib/python3.11/site-packages/torch/utils/data/dataset.py:208)"
 EMA = "follow (/w/train.py:{})"
+H5PY = "/v/lib/python3.11/site-packages/h5py/_hl/"
 SOURCE = [
     ["/w/data.py", 9, "with zipfile.ZipFile(path) as archive:"],
     ["/w/train.py", 20, "for name, kept in average.state_dict().items():"],
@@ -228,6 +229,27 @@ def test_a_line_in_a_loop_that_hands_nothing_over_is_a_loop_in_python(
     found = costliest(Maybe(lambda: frame), 0, "worker")
     assert found is not None
     assert (found.idiom.name if found.idiom else "") == idiom
+
+
+def test_the_body_of_a_block_that_opens_a_file_is_named_by_the_line_that_opens_it(tmp_path: Path) -> None:
+    opens, reads = f"__init__ ({H5PY}files.py:555)", f"__getitem__ ({H5PY}{{}}.py:4)"
+    at = f"{MADE};read (/w/data.py:{{}})"
+    stacks = {
+        f"{at.format(3)};{opens}": 20,
+        f"{at.format(5)};{reads.format('group')}": 40,
+        f"{at.format(5)};{reads.format('dataset')}": 30,
+        at.format(9): 10,
+    }
+    lines: list[list[object]] = [
+        ["/w/data.py", 3, "with h5py.File(self.path) as file:"],
+        ["/w/data.py", 5, "return file[name][first:last]"],
+    ]
+    path = burst(recorded(tmp_path, {}), stacks, lines=lines)
+    frame = runs.measured(path, costly_lines).frame(costly_lines)
+    found = costliest(Maybe(lambda: frame), 0, "worker")
+    assert found is not None
+    assert found.idiom is not None
+    assert (found.place.line, found.idiom.name, found.place.share) == (3, "hdf5_opened", 0.9)
 
 
 NET = f"{LOOP};_call_impl (/v/lib/python3.11/site-packages/torch/nn/modules/module.py:1786);"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -11,6 +12,7 @@ from dlprof.analysis.source.statements import (
     causal_masks,
     filtered_after,
     groups_made,
+    independent_turns,
     parts_taken,
     switched_on,
 )
@@ -211,3 +213,37 @@ def test_where_the_groups_of_an_optimizer_are_made(made: str, line: int | None) 
 def test_the_lines_that_call_a_function(text: str, lines: list[int]) -> None:
     found = calling({"train.py": ast.parse(text)}, "tracemalloc.start", "sys.settrace")
     assert [place.line for place in found] == lines
+
+
+TURNS: list[tuple[str, bool | None]] = [
+    ("for t in range(n):\n    out.append(model(x[:, t]))", False),
+    ("for t in range(n):\n    out.append(model(heard[:, : t + 1], memory)[:, -1])", True),
+    ("for t in range(n):\n    out[:, t] = self.encode(x[:, t])", False),
+    ("for image in images:\n    total = total + score(model(image[None]))", False),
+    ("for image in images:\n    total += score(model(image[None]))", False),
+    ("for image in images:\n    small = resize(image)\n    out.append(model(small))", False),
+    ("out = torch.stack([self.choose(view, g) for view, g in zip(views, noise)])", False),
+    ("out = torch.stack(list(map(str, (model(one) for one in images))))", False),
+    ("for t in range(n):\n    h = cell(x[:, t], h)", None),  # a recurrence
+    ("for t in range(n):\n    out.append(model(out[-1]))", None),
+    ("for t in range(n):\n    last = model(notes)\n    notes = torch.cat([notes, last[:, t:]], 1)", None),
+    ("for layer in self.layers:\n    x = layer(x)", None),
+    ("for layer in self.layers:\n    out.append(layer(x))", None),  # other weights in each turn
+    ("for _ in range(n):\n    out.append(model(x))", None),
+    ("for x in data:\n    loss = model(x)\n    loss.backward()", None),  # that of the training
+    ("for x in loader:\n    out.append(model(x))", None),
+    ("for piece in batch.chunk(4):\n    out.append(model(piece))", None),  # micro-batches
+    ("for x in data:\n    yield model(x)", None),
+    ("out = model(x)", None),
+]
+
+
+@pytest.mark.parametrize(("code", "grows"), TURNS)
+def test_turns_of_a_loop_that_do_not_need_each_other(code: str, grows: bool | None) -> None:
+    tree = ast.parse(code)
+    line = next(
+        n for n, text in enumerate(code.split("\n"), 1) if re.search(r"(model|cell|layer|encode|choose)\(", text)
+    )
+    found = independent_turns({"train.py": tree}, "train.py", line)
+    assert (found.grows if found else None) == grows
+    assert independent_turns({}, "train.py", line) is None

@@ -85,8 +85,9 @@ _KINDS: Mapping[str, tuple[str, str]] = {
     ),
     "sparse": (
         "multiplies rows of which {} at most is not zero",
-        "`torch.nn.functional.embedding_bag` of the places that are not zero (`per_sample_weights` for their values),"
-        " or `torch.sparse.mm` of the rows as `to_sparse_csr()`, made once",
+        "keep what stays, as an adjacency, sparse: `torch.sparse.mm` of `matrix.to_sparse_csr()`, made once; of rows"
+        " that change, `torch.nn.functional.embedding_bag` of the places that are not zero (`per_sample_weights` for"
+        " their values)",
     ),
     _LONG_KERNEL: (
         "convolves directly with a kernel of {taps} taps",

@@ -46,6 +46,15 @@ GOAL_SHARE = LEAST_SHARE
 
 _KIND = "checkpoint"
 
+# Who saves in a step of so few keeps the best state, or the last one: a copy in memory does as well, and costs little.
+_OFTEN = 4
+_RARELY = (
+    change(
+        "keep a copy of the state in memory (`copy.deepcopy(model.state_dict())`, the optimizer's likewise), and write"
+        " that copy every few minutes and at the end, not in every step that is the best so far"
+    ),
+)
+
 
 def check(
     stall_means: Frame = needs(stall_means),
@@ -113,6 +122,7 @@ def explain(
         f" {duration(float(mine['mean_ns']) * apart)} then{f' ({path[-80:]})' if path else ''}{longer}.",
         changes=(
             *compressing,
+            *(_RARELY if apart <= _OFTEN else ()),
             change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
             change(
                 f"save every {typed(apart * max(2, rarer)):,} steps (now {every(apart, 'one')}): at most"
