@@ -227,12 +227,18 @@ def _place(outcome: Outcome) -> str:
 
 
 def edit(change: Change) -> tuple[str, ...]:
-    """Return the lines of the first edit of a change's diff, with CONTEXT lines around it; an import comes last."""
+    """Return the lines of one edit of a change's diff, with CONTEXT lines around it: the first that takes a line out,
+    else the first; an import comes last.
+    """
     lines = [line for line in change.diff.split("\n") if line[:4] not in ("--- ", "+++ ") and line[:1] != "\\"]
     changed = [n for n, line in enumerate(lines) if line[:1] in ("-", "+")]
     if not changed:
         return ()
     changed = [n for n in changed if not lines[n].startswith(("+import ", "+from "))] or changed
+    # What takes a line out says more than a function that is put in above.
+    taken = next((n for n in changed if lines[n].startswith("-")), changed[0])
+    begins = max((n for n, line in enumerate(lines[:taken]) if line.startswith("@@")), default=0)
+    changed = [n for n in changed if n > begins]
     hunk = next((n for n, line in enumerate(lines) if line.startswith("@@") and n > changed[0]), len(lines))
     last = max(n for n in changed if n < hunk)
     shown = lines[max(changed[0] - CONTEXT, 0) : min(last + CONTEXT + 1, hunk)]

@@ -614,6 +614,28 @@ EDIT = """--- a/train.py
 """
 
 
+HELPED = """--- a/train.py
++++ b/train.py
+@@ -1,2 +1,4 @@
+ import os
++import functools
++opened = functools.cache(File)
+
+@@ -39,4 +41,3 @@
+ def read(self):
+-    with File(self.path) as file:
+-        return file[0]
++    return opened(self.path)[0]
+
+"""
+
+
+def test_the_first_screen_shows_where_a_line_goes_not_the_function_that_helps() -> None:
+    shown = first.edit(Change("", diff=HELPED))
+    assert [line for line in shown if line.startswith(("-", "+"))] == HELPED.split("\n")[9:12]
+    assert first.edit(Change("", diff=HELPED[: HELPED.index("@@ -39")]))[1] == "+opened = functools.cache(File)"
+
+
 def test_an_edit_shows_what_changes_with_two_lines_around_it_and_their_numbers() -> None:
     assert screen.edit(EDIT) == [
         ("span", 6, "six"),

@@ -531,7 +531,10 @@ def _located(change: Change, calls: Sequence[Call], role: str, options: Sequence
         return change
     made = patch(calls, requests)
     why = "; ".join(dict.fromkeys(f"{at}: {why}" for _, at, why in made.left_out if at))
-    at = next((Place(file, line, what=text) for file, line, text in made.elsewhere), _of_call(there[0]))
+    # An edit of code may begin with an import; its place is that of the line that it is asked for.
+    asked = next((int(line) for s in change.settings if (line := s.name.rpartition(":")[2]).isdigit()), 0)
+    elsewhere = sorted(made.elsewhere, key=lambda one: abs(one[1] - asked) if asked else 0)
+    at = next((Place(file, line, what=text) for file, line, text in elsewhere), _of_call(there[0]))
     return replace(change, at=at, diff=made.shown, no_diff="" if made.text else why)
 
 
