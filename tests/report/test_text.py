@@ -633,7 +633,7 @@ HELPED = """--- a/train.py
 def test_the_first_screen_shows_where_a_line_goes_not_the_function_that_helps() -> None:
     shown = first.edit(Change("", diff=HELPED))
     assert [line for line in shown if line.startswith(("-", "+"))] == HELPED.split("\n")[9:12]
-    assert first.edit(Change("", diff=HELPED[: HELPED.index("@@ -39")]))[1] == "+opened = functools.cache(File)"
+    assert "+opened = functools.cache(File)" in first.edit(Change("", diff=HELPED[: HELPED.index("@@ -39")]))
 
 
 def test_an_edit_shows_what_changes_with_two_lines_around_it_and_their_numbers() -> None:

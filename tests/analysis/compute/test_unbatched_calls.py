@@ -57,7 +57,7 @@ CASES = {
         of(GROWING, 8),
         STEP * 8 * (LONG + SHORT) / (8 * (LONG + SHORT) + 4 * MS) * 7 / 8,
         "causal mask",
-        at_most=True,
+        at_most=False,
         where=AT,
     ),
     "a recurrence": clear(of(RECURRENT, 8)),

@@ -10,7 +10,7 @@ Needs a trace with the names of modules, a copy of the script, and stacks. The r
 that is called four times or more from one place, in a line of a loop (or comprehension) whose calls get nothing that
 another turn has made. Recurrences, stacks of layers, and the loop of the training itself are none.
 
-Saving: at most. Where each turn gets more than the one before, all but one of the calls, forward and backward; else
+Saving: where each turn gets more than the one before, all but one of the calls, forward and backward; else, at most,
 what the host does between the operators of these calls, and 10 µs of each operator, but for one of the calls.
 
 What to change: put the elements together in one dimension, as that of the batch, call once, and take the result apart
@@ -115,7 +115,7 @@ def check(
     return Estimate(
         gone_ns=by_rank(repeated_calls.assign(gone_ns=gone_ns), "gone_ns"),
         noise_of=("computation", "host"),
-        loses="goes to calls of the model for one element after the other, at most",
+        loses="goes to calls of the model for one element after the other" + ("" if turns.grows else ", at most"),
         seen=(repeated_calls, found[0]),
     )
 
@@ -136,9 +136,9 @@ def explain(estimate: Estimate) -> Explanation:
         summary=f"{named} ({top['kind']}) is called {count(round(float(top['calls'])), 'time')} by one caller, from a"
         f" loop whose turns do not need each other; {percent(float(top['share']))} of what operators take is in it.",
         changes=(change(again),),
-        at_most=True,
-        sure="Read in the script: no call of the loop gets what another turn has made. At most: a call for all takes"
-        " longer than one for one of them.",
+        at_most=not turns.grows,
+        sure="Read in the script: no call of the loop gets what another turn has made."
+        + ("" if turns.grows else " At most: a call for all takes longer than one for one of them."),
         where=(Place(file, line, function, what=turns.text),),
     )
 
