@@ -242,6 +242,8 @@ def edit(change: Change) -> tuple[str, ...]:
     hunk = next((n for n, line in enumerate(lines) if line.startswith("@@") and n > changed[0]), len(lines))
     last = max(n for n in changed if n < hunk)
     shown = lines[max(changed[0] - CONTEXT, 0) : min(last + CONTEXT + 1, hunk)]
+    while not shown[-1].strip():
+        shown.pop()
     return tuple(plain(line.expandtabs(4).rstrip("\r"), 400) for line in shown if not line.startswith("@@"))
 
 

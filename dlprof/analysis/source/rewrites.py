@@ -17,10 +17,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One edit: `find` is an expression or statement, `put` is what takes its place."""
+    """One edit: `find` is an expression or statement, `put` is what takes its place.
+
+    `rows`: only where each `__getitem__` of the file takes single rows of what its data set has, as it then may many.
+    """
 
     find: str
     put: str
+    rows: bool = False
 
     @property
     def shown(self) -> str:
@@ -260,7 +264,24 @@ _TOTAL = "_t += torch.nn.utils.get_total_norm([_p.grad for _p in _ps if _p.grad 
 # Samples that are the same in every epoch: what the data set's method makes is kept. What the change then begins with.
 KEPT, KEEP = "samples_kept", "make each sample once and keep it"
 
+
 # By the name of the idiom, or of what a rule has found.
+def _in_batches(*, rows: bool) -> Iterator[Rewrite]:
+    """Yield the edits of a loader that takes its samples one by one: a batch with one index instead."""
+    for given, sampler in (
+        ("shuffle=True, ", "torch.utils.data.RandomSampler(_d)"),
+        ("sampler=_s, ", "_s"),
+        ("", "torch.utils.data.SequentialSampler(_d)"),
+    ):
+        for last, dropped in (("drop_last=_l, ", "_l"), ("", "False")):
+            yield Rewrite(
+                f"torch.utils.data.DataLoader(_d, batch_size=_b, {given}{last}**_k)",
+                f"torch.utils.data.DataLoader(_d, sampler=torch.utils.data.BatchSampler({sampler}, _b, {dropped}),"
+                " batch_size=None, **_k)",
+                rows,
+            )
+
+
 REWRITES: Mapping[str, tuple[Edit, ...]] = {
     "anomaly_mode": (
         Rewrite("torch.autograd.set_detect_anomaly(True, *_a, **_k)", "torch.autograd.set_detect_anomaly(False)"),
@@ -366,21 +387,8 @@ REWRITES: Mapping[str, tuple[Edit, ...]] = {
             )
         ),
     ),
-    "rows_of_tensors": (
-        *(
-            Rewrite(
-                f"torch.utils.data.DataLoader(_d, batch_size=_b, {given}**_k)",
-                "torch.utils.data.DataLoader(_d, sampler=torch.utils.data.BatchSampler("
-                f"torch.utils.data.{sampler}(_d), _b, {last}), batch_size=None, **_k)",
-            )
-            for given, sampler, last in (
-                ("shuffle=True, drop_last=_l, ", "RandomSampler", "_l"),
-                ("shuffle=True, ", "RandomSampler", "False"),
-                ("drop_last=_l, ", "SequentialSampler", "_l"),
-                ("", "SequentialSampler", "False"),
-            )
-        ),
-    ),
+    "rows_of_tensors": (*_in_batches(rows=False),),
+    "rows_by_index": (*_in_batches(rows=True),),
     "table_searched": (Held("_a[_a[_c_text] == _x]", "dict([*_a.groupby(_c_text)])", "_kept[_x]", "groups"),),
     # What a worker hands on is then no part of a larger storage, all of which is copied.
     "copied_storages": (

@@ -68,6 +68,8 @@ def _rewritten(
     text: bytes, tree: ast.Module, one: Rewrite, line: int, imports: Mapping[str, str], file: str
 ) -> list[Change]:
     """Return the edits of all expressions of a line's statement that are so, or of the one statement; []: none is."""
+    if one.rows and not _takes_rows(tree):
+        raise NotEditable("`__getitem__` does more than to take a row")
     pattern, put, made = _body(one.find), _body(one.put), set[Change]()
     for node in _around(tree, line):
         found: dict[str, Any] = {}
@@ -77,6 +79,30 @@ def _rewritten(
                 break
     apart = [m for m in made if not any(o is not m and o.begin <= m.begin and m.end <= o.end for o in made)]
     return sorted(apart, key=lambda change: change.begin)
+
+
+# What does the same to one row and to many.
+_OF_ROWS = {"float", "long", "int", "half", "double", "bool"}
+
+
+def _takes_rows(tree: ast.Module) -> bool:
+    """Return whether each `__getitem__` only takes a row out of attributes, with arithmetic at most: so it may rows."""
+    made = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "__getitem__"]
+    return bool(made) and all(map(_takes_row, made))
+
+
+def _takes_row(method: ast.FunctionDef) -> bool:
+    of_self, index = [given.arg for given in method.args.args][:2] if len(method.args.args) == 2 else ("", "")
+    rows = [
+        n for n in ast.walk(method) if isinstance(n, ast.Subscript) and ast.unparse(n.value).startswith(f"{of_self}.")
+    ]
+    taken = [n for n in rows if isinstance(n.slice, ast.Name) and n.slice.id == index]
+    named = [n for n in ast.walk(method) if isinstance(n, ast.Name) and n.id == index]
+    other = [n for n in ast.walk(method) if isinstance(n, ast.Subscript) and n not in taken]
+    calls = [n for n in ast.walk(method) if isinstance(n, ast.Call)]
+    plain = all(isinstance(n, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr) for n in method.body)
+    cast = all(isinstance(c.func, ast.Attribute) and c.func.attr in _OF_ROWS and not c.args for c in calls)
+    return bool(index and taken) and len(named) == len(taken) and not other and plain and cast
 
 
 def _body(code: str) -> ast.stmt | ast.expr:

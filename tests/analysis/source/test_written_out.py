@@ -432,6 +432,37 @@ def test_an_edit_is_as_a_user_would_write_it(name: str, code: str, expected: str
     assert after(code, name) == expected
 
 
+ROWS = """
+class Table(Dataset):
+    def __getitem__(self, {index}):
+        {body}
+loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=order, drop_last=True)  # here
+"""
+LOADER = "DataLoader(data, sampler=torch.utils.data.BatchSampler(order, 8, True), batch_size=None)"
+
+
+@pytest.mark.parametrize(
+    ("body", "fits"),
+    [
+        ('return {"x": (self.x[i] - self.mean) / self.scale, "y": self.y[i]}', True),
+        ("x = self.x[i].float() / 255\n        return x, self.y[i]", True),
+        ("return augment(self.x[i]), self.y[i]", False),
+        ("return self.x[i].view(28, 28), self.y[i]", False),
+        ("return self.x[i][0], self.y[i]", False),
+        ("return self.x[i], self.y[self.order[i]]", False),
+        ("return self.x[i], i", False),
+        ("if self.flips:\n            return self.x[i].float()\n        return self.x[i]", False),
+    ],
+)
+def test_rows_are_taken_together_where_a_row_is_all_that_is_taken(body: str, fits: bool) -> None:
+    code = ROWS.format(index="i", body=body)
+    if fits:
+        assert LOADER in after(code, "rows_by_index")
+        return
+    with pytest.raises(NotEditable, match="more than to take a row"):
+        after(code, "rows_by_index")
+
+
 def test_batches_of_rows_are_those_that_came_before() -> None:
     torch = pytest.importorskip("torch", reason="a loader is run")
     code = "loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, drop_last=True)  # here\n"
