@@ -461,9 +461,13 @@ def prepared(path: Path, result: Result, options: Options, environ: Mapping[str,
     )
     window = result.window if result.window and result.window.unit == "step" else None
     seconds = 60 * options.minutes
-    steps = options.steps or steps_of_window(
-        window.step_ns if window else None, epoch_of(rank) if rank else None, seconds
-    )
+    took: dict[str, float] = {}
+    for part in result.budget:
+        took[part.part] = took.get(part.part, 0.0) + part.ns
+    # Short epochs spend more between their steps, as on starting workers, than in them.
+    between = sum(took.get(name, 0.0) for name in ("epoch_ends", "validation", "other")) / took.get("steady", math.inf)
+    loop_ns = window.step_ns * (1 + between) if window else None
+    steps = options.steps or steps_of_window(loop_ns, epoch_of(rank) if rank else None, seconds)
     starts = bool(chosen.candidates) and all(one.of == "start" for one in chosen.candidates)
     steps = min(steps, FEWEST_STEPS) if starts and not options.steps else steps
     least_s = 0.0 if options.steps or starts else min(LEAST_S, SHARE * seconds)
@@ -472,8 +476,8 @@ def prepared(path: Path, result: Result, options: Options, environ: Mapping[str,
         to_link(job.cwd, path.resolve() / FOLDER, job.started_s)
     except (DlprofError, OSError) as e:
         not_copied = not_copied or str(e)
-    starts_ns = sum(part.ns for part in result.budget if part.part in ("launch", "setup", "first_batch", "warmup"))
-    run_s = (starts_ns + steps * window.step_ns) / 1e9 if window and starts_ns else 0.0
+    starts_ns = sum(took.get(name, 0.0) for name in ("launch", "setup", "first_batch", "warmup"))
+    run_s = (starts_ns + steps * loop_ns) / 1e9 if loop_ns and starts_ns else 0.0
     return Trial(run, job, chosen, steps, least_s, options, not_copied, run_s)
 
 

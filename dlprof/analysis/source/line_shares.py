@@ -185,6 +185,8 @@ def start_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RA
         if role == "start_worker":
             seen += [("start_worker", stack, n)] if any(_MAKES in frame for frame in stack) else []
             continue
+        if not own:
+            continue  # cut off by the sampler: what led there is not known
         if own and _IMPORTS in text and _IMPORT.match(texts.get(own[-1][1:], "import")) is None:
             # A library that imports its own parts when it is used: no line of the script can help that.
             stack, own = [frame for frame in stack if not ((f := FRAME.fullmatch(frame)) and is_own(f[2]))], []

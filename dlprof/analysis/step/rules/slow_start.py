@@ -8,8 +8,9 @@ Needs the step log, when the command began and ended, and the stacks that py-spy
 PyTorch for two seconds and has not taken a step. Which library a process imports before PyTorch is not seen.
 
 Saving: the time from the import of PyTorch to the first step's end, by the share of the stacks that were seen in one
-line of the script's, the line that was seen most, and the lines around it. It is spread over the training steps, and
-its share is that of the run as it was recorded: a run that trains for longer has less to gain.
+line of the script's, the line that was seen most, with the lines around it, and those of its function that the same
+line of the script led to. It is spread over the training steps, and its share is that of the run as it was recorded: a
+run that trains for longer has less to gain.
 
 What to change: do it once and keep the result in a file; make less of it; or what the line is known to be.
 """
@@ -56,7 +57,7 @@ def check(
         mine = frame[(frame["rank"] == rank) & (frame["line"] == line.place.line) & (frame["file"] == line.place.file)]
         function, file, at = mine["via"].iloc[0]
         waits = str(mine["doing"].iloc[mine["samples"].argmax()]) == "start_wait"
-        took[rank] = line.share * imported
+        took[rank] = max(line.share, _share(frame[frame["rank"] == rank], line.place, (function, file, at))) * imported
         making = costliest(start_lines, rank, "start_worker") if waits else None
         led = (Place(file, at, function),) if (file, at) != (line.place.file, line.place.line) else ()
         lines[rank] = (making or line, waits, led)
@@ -72,6 +73,18 @@ def check(
         summary=said,
         seen=(*lines[rank], total, took[rank]),
     )
+
+
+def _share(lines: Frame, place: Place, way: tuple[str, str, int]) -> float:
+    """Return the share of a rank's start that a line takes with those of its function that the same line led to, and
+    with that one: a loop over files takes its time in several lines.
+    """
+    led = lines[lines["doing"].isin(("start", "start_wait"))]
+    root, samples = place.function.partition(".<locals>")[0], 0
+    for row in led.to_dict("records"):
+        same = row["function"].partition(".<locals>")[0] == root or (row["file"], row["line"]) == way[1:]
+        samples += row["samples"] if same and row["via"] == way else 0
+    return samples / max(float(led.drop_duplicates("doing")["of"].sum()), 1.0)
 
 
 def explain(estimate: Estimate, run_parts: Frame = needs(run_parts)) -> Explanation:
