@@ -30,6 +30,11 @@ STANDS = (
 )
 STEP = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:12);{} (/lib/python3/site-packages/torch/{}:9)'
 BACKWARD, FORWARD = STEP.format("backward", "_tensor.py"), STEP.format("_call_impl", "nn/modules/module.py")
+# A loop over files, at one line of the script, in which a function takes its time in lines that are far apart.
+SCANS = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:5)'
+SCANNED = f"{SCANS};scanned (/w/data.py:{{}})"
+OTHER = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:6);scanned (/w/data.py:60)'
+CUT = 'process 7:"";thread (7): MainThread;read (/lib/python3/site-packages/pandas/io/x.py:9)'
 TEXTS = [["/w/train.py", 3, "frame = pd.read_csv(path)"], ["/w/data.py", 5, "with lock:"]]
 
 
@@ -59,6 +64,14 @@ def place(found: Outcome) -> str:
         # The workers' line, not the one that waits for them: 15 of 28 s.
         pytest.param(5, 10, {WAITS: 300, STANDS: 600}, ("data.py:5", "spawn", 15 / 28), id="a first batch"),
         pytest.param(0.5, 0, {LOADS: 100}, None, id="a short start"),
+        # Of 400: 300 below one line of the script's, 40 below another one; those that are cut off say nothing.
+        pytest.param(
+            20,
+            0,
+            {SCANNED.format(20): 160, SCANNED.format(40): 90, SCANS: 50, OTHER: 40, LOADS: 60, CUT: 99},
+            ("data.py:20", "keep the result", 15 / 33),
+            id="a function in several lines",
+        ),
         # The first step may be long, and is no part of the start.
         pytest.param(20, 0, {LOADS: 300, WAITS: 100, BACKWARD: 900}, ("train.py:3", "", 15 / 33), id="a first step"),
         pytest.param(20, 0, {LOADS: 100, FORWARD: 900}, ("train.py:12", "", 18 / 33), id="a model before training"),
