@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from dlprof.errors import DlprofError
 from dlprof.overrides import Value
-from dlprof.result import Outcome, Result, RunInfo, Window, change
+from dlprof.result import Outcome, Result, RunInfo, RunPart, Window, change
 from dlprof.result.tried import Attempt, Gain, Of, Tried
 from dlprof.trial.job import kept
 from dlprof.trial.measuring import Steps
@@ -333,6 +334,14 @@ def test_each_run_measures_seconds_of_the_recorded_step_and_whole_epochs(tmp_pat
     assert planned(tmp_path / "b", UNFUSED, firsts=200).steps == 640
     own = planned(tmp_path / "c", UNFUSED, options=Options(steps=17))
     assert (own.steps, own.seconds) == (17, 0.0)
+
+
+def test_a_run_is_as_long_as_its_epochs_take(tmp_path: Path) -> None:
+    """Steps of 20 ms, between which four times as long goes to the ends of epochs: 80 of them take 8 s."""
+    took = {"setup": 3e9, "steady": 4e9, "epoch_ends": 16e9}
+    budget = tuple(RunPart(part, 1, ns, ns / 23e9) for part, ns in took.items())
+    trial = prepared(run_of(tmp_path / "run"), replace(result_of(UNFUSED), budget=budget), Options(), ENVIRON)
+    assert (trial.steps, trial.run_s) == (80, pytest.approx(11))
 
 
 def test_nothing_to_try_runs_nothing_and_is_kept(tmp_path: Path) -> None:
