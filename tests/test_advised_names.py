@@ -26,7 +26,7 @@ from tests.fixtures.places import ROOT
 pytest.importorskip("torch", minversion="2.13", reason="names are those of torch 2.13")
 
 LIBRARIES = """torch numpy pandas transformers torchvision torchaudio torchdata torch_geometric gymnasium datasets timm
-gc warnings multiprocessing tracemalloc faulthandler time os logging sys gzip resource"""
+gc warnings multiprocessing tracemalloc faulthandler time os logging sys gzip resource copy"""
 SHORT = {"np": "numpy", "pd": "pandas", "nn": "torch.nn", "F": "torch.nn.functional"}
 # Where a name that stands alone is looked for, and the classes of what has a method called.
 HOMES = """builtins torch torch.nn torch.nn.functional torch.nn.parallel torch.nn.utils torch.nn.utils.rnn

@@ -4,8 +4,8 @@ import argparse
 import time
 
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 NOTES, START, LENGTH = 48, 48, 16
 

@@ -5,8 +5,8 @@ import random
 import time
 
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 
 def make_ballads(characters, seed):

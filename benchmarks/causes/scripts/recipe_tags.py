@@ -71,7 +71,7 @@ class Recipes(Dataset):
         for word in self.lists[index]:
             marked = f"<{self.typos(word)}>"
             for k in range(len(marked) - 2):
-                numbers.append(self.vocabulary.setdefault(marked[k : k + 3], len(self.vocabulary) % self.buckets))  # noqa: PERF401
+                numbers.append(self.vocabulary.setdefault(marked[k : k + 3], len(self.vocabulary) % self.buckets))
         return numbers, self.labels[index]
 
 

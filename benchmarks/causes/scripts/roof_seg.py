@@ -5,8 +5,8 @@ import os
 import time
 
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 CONFIG = {
     "data": {"tiles": 160, "side": 64, "batch": 8},

@@ -14,8 +14,8 @@ Saving: where each turn gets more than the one before, all but one of the calls,
 what the host does between the operators of these calls, and 10 µs of each operator, but for one of the calls.
 
 What to change: put the elements together in one dimension, as that of the batch, call once, and take the result apart
-(`model(frames.flatten(0, 1)).unflatten(0, frames.shape[:2])`). Layers that look at the whole batch, as batch norm in
-training, then do so for all turns together.
+(`frames.flatten(0, 1)` before the call, `.unflatten(0, frames.shape[:2])` behind it). Layers that look at the whole
+batch, as batch norm in training, then do so for all turns together.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def explain(estimate: Estimate) -> Explanation:
         " sequence up to there, which the loop makes anew for each"
         if turns.grows
         else "one call for all turns of the loop: their inputs put together along the batch, and its result taken apart"
-        " (`model(x.flatten(0, 1)).unflatten(0, x.shape[:2])`)"
+        " (`x.flatten(0, 1)` before the call, `.unflatten(0, x.shape[:2])` behind it)"
     )
     return Explanation(
         title="The model is called for one element after the other",
