@@ -369,7 +369,7 @@ def test_the_first_screen_says_what_to_do_before_all_else() -> None:
     found = [lines.index(line) for line in order]
     assert found == sorted(found)
     rest = [line.split()[0] for line in lines[found[-1] + 1 :] if line]
-    assert rest == ["step", "after", "run", "2", "3", "If", "Healthy:", "More:"]
+    assert rest == ["Ranks", "step", "after", "run", "2", "3", "If", "Healthy:", "More:"]
 
 
 def test_the_diagnosis_comes_first_then_findings_by_size() -> None:

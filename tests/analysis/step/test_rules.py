@@ -232,6 +232,9 @@ CASES = [
          says=("saved 6 times", "300.0 ms each time")),
     case("saves that compress", SAVES, compressing(stalling("saves", FIFTH, dur=50)), share=0.1,
          of_training=[False, False, True], says="write it uncompressed"),
+    # A state that is kept in most steps is the best so far, and a copy in memory does as well.
+    case("the best so far", SAVES, stalling("saves", OTHER, dur=50), of_training=[False, False, True],
+         says="a copy of the state in memory"),
     case("one rank saves", SAVES, stalling("saves", FIFTH, range(0), dur=50), saving=10.0, ranks=(0,), costs={0: 10.0},
          says="is assumed"),
     case("short saves", SAVES, stalling("saves", FIFTH, dur=5), state="clear", share=0.01),
