@@ -68,7 +68,9 @@ def explain(
         where=(by_hand.place,) if by_hand else (),
         changes=(
             *((change(by_hand.advice()),) if by_hand else ()),
-            change(f"`gc.collect(); gc.freeze()` once after start-up{searched}, which exempts the objects made so far"),
+            change(
+                f"`gc.freeze()` once after start-up, behind a `gc.collect()`{searched}, which exempts the objects made so far"
+            ),
             change(
                 f"`gc.disable()`, and `gc.collect()` every {apart:,} steps, on all ranks at once: at"
                 f" {duration(longest)} each that is {percent(longest / apart / mean_step_ns)} of the step"
