@@ -69,7 +69,8 @@ def explain(
         changes=(
             *((change(by_hand.advice()),) if by_hand else ()),
             change(
-                f"`gc.freeze()` once after start-up, behind a `gc.collect()`{searched}, which exempts the objects made so far"
+                f"`gc.freeze()` once after start-up, behind a `gc.collect()`{searched}, which exempts the objects made"
+                " so far"
             ),
             change(
                 f"`gc.disable()`, and `gc.collect()` every {apart:,} steps, on all ranks at once: at"
