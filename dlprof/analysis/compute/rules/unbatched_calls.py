@@ -3,8 +3,8 @@
 A call for sixteen images, frames or time steps costs about as much as one for one of them, where each is little: the
 host prepares every operator anew, and an operator on few values is mostly its own start. Loops over the frames of a
 clip, over the environments of a simulation, or over the notes of a melody whose past is known are of this kind. Where a
-turn gets all that the turns before got and one more (`tokens[:, : t + 1]`), most of the work is done again, too: with a
-causal mask one pass gives the outputs of all positions.
+turn gets all that the turns before got and one more (`tokens[:, : t + 1]`), most of the work is done again, too: of a
+causal model (a causal mask, a recurrent layer) one pass gives the outputs of all positions.
 
 Needs a trace with the names of modules, a copy of the script, and stacks. The rule looks for a module with parameters
 that is called four times or more from one place, in a line of a loop (or comprehension) whose calls get nothing that
@@ -125,8 +125,8 @@ def explain(estimate: Estimate) -> Explanation:
     top = estimate.rows(calls).sort_values("share", ascending=False).iloc[0]
     named = str(top["path"]) or str(top["kind"])
     again = (
-        "one pass over the whole sequence with a causal mask: its output at each position is that of the call for the"
-        " sequence up to there, which the loop makes anew for each"
+        "one pass over the whole sequence, where the model is causal (a causal mask, a recurrent layer): its"
+        " output at each position is then that of the call for the sequence up to there"
         if turns.grows
         else "one call for all turns of the loop: their inputs put together along the batch, and its result taken apart"
         " (`x.flatten(0, 1)` before the call, `.unflatten(0, x.shape[:2])` behind it)"
@@ -137,8 +137,12 @@ def explain(estimate: Estimate) -> Explanation:
         f" loop whose turns do not need each other; {percent(float(top['share']))} of what operators take is in it.",
         changes=(change(again),),
         at_most=not turns.grows,
-        sure="Read in the script: no call of the loop gets what another turn has made."
-        + ("" if turns.grows else " At most: a call for all takes longer than one for one of them."),
+        sure="Read in the script: no call of the loop gets what another turn has made. "
+        + (
+            "A model that looks at later positions, too, gives something else in one pass."
+            if turns.grows
+            else "At most: a call for all takes longer than one for one of them."
+        ),
         where=(Place(file, line, function, what=turns.text),),
     )
 
