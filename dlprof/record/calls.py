@@ -230,6 +230,7 @@ class Files:
     def __init__(self, directory: str, since: float) -> None:
         self.off = False  # files are not known
         self._watching = True
+        self._ours = ""  # the run folder
         self._here = directory
         self._since = since
         self._opened: dict[str, float | None] = {}  # when; None: the script writes it
@@ -237,8 +238,12 @@ class Files:
         self._is_own = own_files()
         self._seen = (0, 0)
 
-    def watch(self, at_uninstall: Callable[[Callable[[], object]], None]) -> None:
-        """See what is opened from now on. Python keeps an audit hook for good: it is switched off in the end."""
+    def watch(self, at_uninstall: Callable[[Callable[[], object]], None], run: Path) -> None:
+        """See what is opened from now on, but for the recorder's own files, below `run`.
+
+        Python keeps an audit hook for good: it is switched off in the end.
+        """
+        self._ours = os.path.join(run, "")  # noqa: PTH118
         sys.addaudithook(self.see)
         at_uninstall(self.leave)
 
@@ -255,6 +260,8 @@ class Files:
             if type(path) is str and path.endswith(CONFIGURATION) and len(self._opened) < _MOST:
                 writes = flags & (os.O_WRONLY | os.O_RDWR)
                 path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - it is opened in a moment
+                if self._ours and path.startswith(self._ours):
+                    return
                 if writes or path not in self._opened:
                     self._opened[path] = None if writes else time.time()
         except Exception:  # noqa: BLE001 - the script opens its file

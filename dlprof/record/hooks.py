@@ -102,7 +102,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]], cores: Iter
         watch_calls(recorder.observed.calls)
         signals.watch(put, at_uninstall)
         _watch_options(recorder.observed)
-        recorder.observed.calls.files.watch(at_uninstall)
+        recorder.observed.calls.files.watch(at_uninstall, recorder.run)
     except Exception:
         # A torch that is not as we know it: what hangs on it already must do nothing.
         recorder.switch_off()

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any, get_args
 
 from dlprof import units
-from dlprof.plain import NBSP, plain
+from dlprof.plain import NBSP, command_line, plain
 from dlprof.result import CATEGORIES, TIMELESS, Change, Outcome, Place, Result, State, TimePart
 from dlprof.result.figures import Throughput
 from dlprof.units import MINUS, UNKNOWN, digits
@@ -202,6 +202,14 @@ def name(result: Result) -> str:
     if chosen is None:
         chosen = command[0] if command else plain(result.run.path)
     return plain(PurePosixPath(chosen.replace("\\", "/")).name or chosen, 60) or "run"
+
+
+def recording(result: Result, option: str) -> str:
+    """Write the command that records the job again with an option, as a shell takes it."""
+    words = [plain(word, 300) for word in result.run.command]
+    python = words[:1] and PurePosixPath(words[0]).name.startswith("python")
+    job = words[1:] if python and (words[1:2] == ["-m"] or "".join(words[1:2]).endswith(".py")) else ["--", *words]
+    return f"dlprof wrap {option} {command_line(job)}"
 
 
 def devices(result: Result) -> str:

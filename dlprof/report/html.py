@@ -92,6 +92,7 @@ def render(result: Result, run: str = "", named: first.Named = lambda _: None) -
         keys=keys,
         run=run,
         unlock=first.unlock(result),
+        again=lambda option: formatting.recording(result, option),
         line=first.summary(result).partition(" · ")[2],
         **_cause(result, shown.lead),
         notices=verdict.notices(result),

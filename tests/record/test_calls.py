@@ -379,12 +379,14 @@ def digest(text: str) -> str:
 def test_what_the_script_read_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outside = tmp_path / "outside.yaml"
     job = tmp_path / "job"
-    (job / "conf").mkdir(parents=True)
+    for folder in ("conf", "run"):
+        (job / folder).mkdir(parents=True)
     texts = {
         "conf/a.yaml": "a: 1\n",
         "own_module.py": "X = 1\n",
         "run.sh": "python own_module.py\n",
         "Makefile": "all:\n",
+        "run/ask-window.json": "5",
     }
     texts |= {"written.json": "{}", "later.json": "{}", "unread.yaml": "", "a.txt": "", "large.json": " " * (300 << 10)}
     for name, text in texts.items():
@@ -396,9 +398,17 @@ def test_what_the_script_read_is_known(tmp_path: Path, monkeypatch: pytest.Monke
     os.utime(job / "Makefile", (time.time() + 60,) * 2)  # written later than the job was started
     undo: list[Callable[[], object]] = []
     seen = Files(f"{job}/", time.time() + 1)
-    seen.watch(undo.append)
+    seen.watch(undo.append, job / "run")
     importlib.import_module("own_module")
-    for name in ("conf/a.yaml", "conf/../conf/a.yaml", "a.txt", "large.json", "later.json", str(outside)):
+    for name in (
+        "conf/a.yaml",
+        "conf/../conf/a.yaml",
+        "a.txt",
+        "large.json",
+        "later.json",
+        "run/ask-window.json",
+        str(outside),
+    ):
         Path(name).read_text()
     Path("written.json").write_text("{}")
     Path("written.json").read_text()

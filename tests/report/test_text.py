@@ -48,6 +48,22 @@ def headline(result: Result) -> tuple[str, str]:
     return words(diagnosis), words(gain)
 
 
+@pytest.mark.parametrize(
+    ("command", "again"),
+    [
+        (("/venv/bin/python3", "train.py", "--lr", "0.1"), "train.py --lr 0.1"),
+        (("python", "-m", "torch.distributed.run", "a b.py"), "-m torch.distributed.run 'a b.py'"),
+        (("torchrun", "--nproc-per-node", "4", "train.py"), "-- torchrun --nproc-per-node 4 train.py"),
+        (("python", "-u", "train.py"), "-- python -u train.py"),
+        (("python", "train.py", "--token", "…"), "train.py --token …"),
+    ],
+)
+def test_the_command_that_records_again_starts_the_same_job(command: tuple[str, ...], again: str) -> None:
+    result = results.ddp()
+    result = replace(result, run=replace(result.run, command=command))
+    assert formatting.recording(result, "--memory") == f"dlprof wrap --memory {again}"
+
+
 # Figures.
 
 
