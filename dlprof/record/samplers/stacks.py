@@ -59,7 +59,7 @@ _LATE_S = 5.0
 
 # A process that has loaded torch and is no rank yet is looked at from this age on until it is one, so that a report can
 # tell what the start of a long-starting job was spent on; how often a second, for how long, and how many at once.
-_START_AFTER_S = 2.0
+_START_AFTER_S = 0.5
 _START_RATE = 40
 _START_MOST_S = 900
 _MOST_STARTING = 8

@@ -141,7 +141,7 @@ def test_what_was_seen_of_a_rank_that_is_killed_is_kept(tmp_path: Path) -> None:
         _, said = job.communicate(timeout=60)
     assert job.returncode == -signal.SIGKILL
     assert "py-spy" not in said
-    # What took more than two seconds to start was looked at before, too.
+    # What took more than half a second to start was looked at before, too.
     assert seen(rank, "decode") - {("start_worker", "")} == {("worker", "")}
     assert seen(rank, "log") - {("start", "rest")} == {("main", "rest")}
 

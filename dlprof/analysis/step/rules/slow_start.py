@@ -5,11 +5,11 @@ batch. In a job of a few minutes, as most are while a model is made, that may be
 with every start: after a time limit, a preemption, an error.
 
 Needs the step log, when the command began and ended, and the stacks that py-spy sees of a process that has loaded
-PyTorch for two seconds and has not taken a step. Which library a process imports before PyTorch is not seen.
+PyTorch for half a second and has not taken a step. Which library a process imports before PyTorch is not seen.
 
 Saving: the time from the import of PyTorch to the first step's end, by the share of the stacks that were seen in one
-line of the script's, the line that was seen most, with the lines around it, and those of its function that the same
-line of the script led to. It is spread over the training steps, and its share is that of the run as it was recorded: a
+line of the script's, the line that was seen most, with the lines around it, those of its function that the same line
+of the script led to, and those that are known to do the same. It is spread over the training steps, and its share is that of the run as it was recorded: a
 run that trains for longer has less to gain.
 
 What to change: do it once and keep the result in a file; make less of it; or what the line is known to be.
@@ -21,6 +21,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.idioms import LOOPS
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import CostlyLine, costliest, start_lines
 from dlprof.analysis.step.whole_job import run_parts, training_steps
@@ -57,7 +58,7 @@ def check(
         mine = frame[(frame["rank"] == rank) & (frame["line"] == line.place.line) & (frame["file"] == line.place.file)]
         function, file, at = mine["via"].iloc[0]
         waits = str(mine["doing"].iloc[mine["samples"].argmax()]) == "start_wait"
-        took[rank] = max(line.share, _share(frame[frame["rank"] == rank], line.place, (function, file, at))) * imported
+        took[rank] = max(line.share, _share(frame[frame["rank"] == rank], line, (function, file, at))) * imported
         making = costliest(start_lines, rank, "start_worker") if waits else None
         led = (Place(file, at, function),) if (file, at) != (line.place.file, line.place.line) else ()
         lines[rank] = (making or line, waits, led)
@@ -75,15 +76,16 @@ def check(
     )
 
 
-def _share(lines: Frame, place: Place, way: tuple[str, str, int]) -> float:
-    """Return the share of a rank's start that a line takes with those of its function that the same line led to, and
-    with that one: a loop over files takes its time in several lines.
+def _share(lines: Frame, line: CostlyLine, way: tuple[str, str, int]) -> float:
+    """Return the share of a rank's start that a line takes with those of its function that the same line led to, with
+    that one, and with all that are known to do the same: a loop over files takes its time in several lines.
     """
     led = lines[lines["doing"].isin(("start", "start_wait"))]
-    root, samples = place.function.partition(".<locals>")[0], 0
+    root, samples = line.place.function.partition(".<locals>")[0], 0
+    does = {line.idiom.name} - {LOOPS} if line.idiom else set()
     for row in led.to_dict("records"):
         same = row["function"].partition(".<locals>")[0] == root or (row["file"], row["line"]) == way[1:]
-        samples += row["samples"] if same and row["via"] == way else 0
+        samples += row["samples"] if (same and row["via"] == way) or row["idiom"] in does else 0
     return samples / max(float(led.drop_duplicates("doing")["of"].sum()), 1.0)
 
 
@@ -99,7 +101,7 @@ def explain(estimate: Estimate, run_parts: Frame = needs(run_parts)) -> Explanat
         evidence=table("The run", run_parts, columns),
         verdict=f"{duration(total)} pass before the first step is done, {duration(took)} of them in"
         f" {line.shown.rstrip(',')}{f', which {line.idiom.what}' if line.idiom else ''}.",
-        sure="Stacks of the time from two seconds after the import of PyTorch to the first step's end are taken for"
+        sure="Stacks of the time from soon after the import of PyTorch to the first step's end are taken for"
         " all of it, and the whole line for needless. A run that trains for longer has less to gain.",
         at_most=True,
         where=(line.place, *led),
