@@ -13,6 +13,7 @@ from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.host.parts import held_up
 from dlprof.analysis.host.rules import (
+    busy_thread,
     anomaly_mode,
     host_bound,
     host_embedding,
@@ -389,3 +390,10 @@ def test_waiting_in_a_collective_is_no_python(tmp_path: Path, text: str, state: 
     path = between(tmp_path, ms=6, inside=5, stacks="")
     burst(path, {f"{MAIN};<module> (/w/train.py:9);next (/w/train.py:5)": 60}, lines=[["/w/train.py", 5, text]])
     assert ask(BOUND, path).state == state
+
+
+def test_another_thread_at_work_in_a_job_too_short_to_count_its_waits(tmp_path: Path) -> None:
+    path = between(tmp_path, ms=6, inside=5, stacks="")
+    other = MAIN.replace("0x1", "0x2").replace("MainThread", "Thread-1")
+    burst(path, {f"{MAIN};<module> (/w/train.py:9)": 60, f"{other};poll (/w/train.py:5)": 40})
+    hold(ask(busy_thread.RULE, path), saving=11.0, at_most=True, lines=[5])

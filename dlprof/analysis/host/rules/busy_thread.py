@@ -6,9 +6,10 @@ that poll, progress bars, own prefetching threads.
 
 Needs stacks (py-spy), in which another thread is seen at work in lines of the user's, not waiting or asleep, and what
 the kernel counts of the training thread: how long it neither ran nor was ready to run. Waiting for the loader does not
-count. A job on a GPU waits for its device as well: the thread is named there, and no saving.
+count. Where the kernel's counts are too few, as in a short job, a trace of the CPU says for how long no operator ran. A
+job on a GPU waits for its device as well: the thread is named there, and no saving.
 
-Saving: all of that time, the most that a thread which does not compute gives.
+Saving: all of that time, the most that a thread which does not compute gives; a bound where the trace says it.
 
 What to change: let the thread sleep between two looks (`time.sleep(1)`, `event.wait(1)`), or do its work in another
 process (`multiprocessing.Process`, a DataLoader's workers), or in a library that lets the interpreter go (NumPy,
@@ -23,6 +24,7 @@ from dlprof import schema
 from dlprof.analysis import idioms, settings
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.host.parts import ON_CPU, HeldUp, held_up
 from dlprof.analysis.host.stacks import FRAME, LEAST_SAMPLES, is_own, shown
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import texts_of
@@ -90,18 +92,27 @@ def idle_thread(steady_usage: Frame = needs(steady_usage), steady_steps: Frame =
 
 
 def check(
-    busy_lines: Frame = needs(busy_lines), idle_thread: Maybe[Frame] = maybe(idle_thread), job: Job = needs(JOB)
+    busy_lines: Frame = needs(busy_lines),
+    idle_thread: Maybe[Frame] = maybe(idle_thread),
+    held_up: Maybe[HeldUp] = maybe(held_up),
+    job: Job = needs(JOB),
 ) -> Estimate:
     seen = busy_lines.groupby("rank").agg(samples=("samples", "sum"), of=("of", "first"))
     busy = seen[seen["samples"] >= BUSY_SHARE * seen["of"]]
     if not len(busy):
         return nothing("no other thread of the process was seen at work in lines of the script")
+    loses = "is waiting for the interpreter, in which another thread computes"
+    held = held_up.or_none()
+    if idle_thread.or_none() is None and held is not None and held.where == ON_CPU:
+        gone = {rank: ns for rank, ns in held.by_rank_ns.items() if rank in busy.index}
+        return Estimate(gone_ns=gone, loses=loses, seen=False)
     idle = idle_thread.get()
     idle = idle[idle["rank"].isin(busy.index)]
     return Estimate(
         gone_ns=by_rank(idle, "ns"),
         noise_ns=float(idle["noise_ns"].max()),
-        loses="is waiting for the interpreter, in which another thread computes",
+        loses=loses,
+        seen=True,
         unknown="" if settings.on_cpu(job) else "a thread waits for its device as well, which is not told apart",
     )
 
@@ -114,6 +125,7 @@ def explain(
     name = shown(str(top["function"]), str(top["file"]), int(top["line"]))
     source = f" `{short(str(top['text']), 80)}`" if top["text"] else ""
     share = mine["samples"].sum() / float(top["of"])
+    counted = "counted by the kernel" if estimate.seen else "the time in which no operator ran in the trace"
     return Explanation(
         title="Another thread keeps the interpreter",
         summary=f"Beside the training thread of rank {estimate.worst}, another one is at work in {name}{source} in"
@@ -129,7 +141,8 @@ def explain(
             {"function": "function", "file": "file", "line": "line", "share": "share of the samples"},
         ),
         where=(Place(str(top["file"]), int(top["line"]), str(top["function"])),),
-        sure="How long the training thread stands still is counted by the kernel; that it waits for the interpreter is"
+        at_most=not estimate.seen,
+        sure=f"How long the training thread stands still is {counted}; that it waits for the interpreter is"
         " concluded from the other thread's stacks. The saving is all of it gone; each turn of"
         " another thread costs caches besides, so that more may be gained.",
     )

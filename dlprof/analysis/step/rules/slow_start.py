@@ -9,8 +9,8 @@ PyTorch for half a second and has not taken a step. Which library a process impo
 
 Saving: the time from the import of PyTorch to the first step's end, by the share of the stacks that were seen in one
 line of the script's, the line that was seen most, with the lines around it, those of its function that the same line
-of the script led to, and those that are known to do the same. It is spread over the training steps, and its share is that of the run as it was recorded: a
-run that trains for longer has less to gain.
+of the script led to, and those that are known to do the same. It is spread over the training steps, and its share is
+that of the run as it was recorded: a run that trains for longer has less to gain.
 
 What to change: do it once and keep the result in a file; make less of it; or what the line is known to be.
 """
