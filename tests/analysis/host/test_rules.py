@@ -13,8 +13,8 @@ from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.host.parts import held_up
 from dlprof.analysis.host.rules import (
-    busy_thread,
     anomaly_mode,
+    busy_thread,
     host_bound,
     host_embedding,
     host_sync,
