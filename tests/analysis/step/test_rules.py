@@ -184,6 +184,30 @@ def standing(longer: Mapping[int, int], stalls: Sequence[dict[str, Any]] = (), n
     )
 
 
+def giving_up(took: int, reason: str = "self.param_groups[0]['lr'] == 0.1", n: int = 40) -> Make:
+    """Return what makes steps of 10 ms on a CPU, 2 ms of them Python, before which one function is compiled 9 times."""
+    events: list[Any] = []
+    for k in range(3):
+        t = (20 + k) * 1_000 * MS  # where `light` has these steps
+        events += [
+            traces.step(20 + k, t, 10 * MS),
+            traces.annotation("dlprof::forward", t, 6 * MS),
+            traces.op("aten::conv2d", t, 4 * MS),
+            traces.annotation("dlprof::backward", t + 6 * MS, 4 * MS),
+            traces.op("aten::conv_backward", t + 6 * MS, 4 * MS),
+        ]
+    trace = traces.trace(*events, device="")
+    both = {"forward_ns": 6 * MS, "backward_ns": 4 * MS}
+    longer = {0: 5 * took, 1: 4 * took}
+    steps = [light(k, (10 + longer.get(k, 0)) * MS, profiled=int(20 <= k < 23), **both) for k in range(n)]
+    why = ["", *[reason] * 8]
+    stalls = [runs.stall("compilation", k // 5, took * MS, path="sgd.py:105 step", reason=why[k]) for k in range(9)]
+    facts, end_ns = {**runs.CPU, "clock": {"unix_ns": traces.BASE_NS}}, steps[-1]["start_ns"] + 20 * MS
+    return lambda folder: runs.recorded(
+        folder / "run", (trace, steps, facts), stalls=[stalls], start_ns=traces.BASE_NS, end_ns=end_ns
+    )
+
+
 CASES = [
     # 20 ms every 40 steps of 100 ms is half a per cent.
     case("pauses of every other step", GC, stalling("gc", OTHER), saving=10.0, share=0.1,
@@ -206,6 +230,13 @@ CASES = [
     case("a last batch that is dropped", COMPILES,
          compiling(OTHER, told=SIZE, loaders=[{"role": "train", "drop_last": True}]), numerics=[True, False, False],
          sets=[("dynamic", None, True), LOGS]),
+    # 8 times 100 ms are more than 40 times 2 ms.
+    case("compiled until it gave up", COMPILES, giving_up(100), scope="run", saving=2 + 8 * 100 / 40, at_most=True,
+         advice=("pass the learning rate as a tensor, which is changed in place: `lr=torch.tensor(0.1)`",
+                 "`TORCH_LOGS=recompiles` prints every reason in full")),
+    case("compiled quickly until it gave up", COMPILES, giving_up(5, "self.scale == 2"), scope="step", saving=2.0,
+         at_most=True, advice=("keep `self.scale` the same at every call, or pass it as a tensor",
+                               "`TORCH_LOGS=recompiles` prints every reason in full")),
     case("ranks that compile together", COMPILES, compiling(OTHER, OTHER, told=SIZE), saving=10.0,
          costs={0: 10.0, 1: 10.0}),
     case("little compiling", COMPILES, compiling(range(3, 63, 20), told=SIZE), state="clear", share=0.01),

@@ -10,6 +10,7 @@ to the step's time without device work.
 
 Saving: what the steady steps spent compiling, gone altogether. Where a function was compiled so often in the first
 steps that Dynamo gave up, it is run uncompiled in all others: what Python costs there is then the most that is saved.
+Where the compilations until then took longer than that in all steps together, they count as well, as a part of the run.
 
 What to change: give every step the same shapes (pad, drop the last batch), or say which sizes vary
 (`torch.compile(dynamic=True)`, `torch._dynamo.mark_dynamic`); pass numbers that change as tensors; keep flags and
@@ -18,18 +19,20 @@ closures the same. `TORCH_LOGS=recompiles` prints every reason in full.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.host.gaps import HOST
 from dlprof.analysis.host.parts import HeldUp, held_up
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part
 from dlprof.analysis.step.savings import stall_savings
+from dlprof.analysis.step.whole_job import training_steps
 from dlprof.analysis.timeline.stalls import compilations, stall_means, stalls_of
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
@@ -50,11 +53,19 @@ def check(
     breakdown: Frame = needs(breakdown),
     stall_savings: Mapping[str, float] = needs(stall_savings),
     held_up: Maybe[HeldUp] = maybe(held_up),
+    training_steps: Maybe[pd.Series[float]] = maybe(training_steps),
     job: Job = needs(JOB),
 ) -> Estimate:
     late, up = held_up.or_none(), compilations[_given_up(compilations)]
     if len(up) and late is not None and not compilations["steady"].any():
-        gone = {rank: ns for rank, ns in late.by_rank_ns.items() if rank in set(up["rank"])}
+        again, trained = by_rank(up, "ns"), training_steps.or_none()
+        steps = math.inf if trained is None else float(trained.mean())
+        # In a short job compiling so often takes longer than what Python costs afterwards.
+        if max(again.values()) > late.gain_ns * steps:
+            gone = {rank: late.by_rank_ns.get(rank, 0.0) + ns / steps for rank, ns in again.items()}
+            loses = "is spent compiling again, until torch.compile gave up"
+            return Estimate(saving_ns=max(gone.values()), by_rank_ns=gone, scope="run", loses=loses, seen=up)
+        gone = {rank: ns for rank, ns in late.by_rank_ns.items() if rank in again}
         return Estimate(
             saving_ns=late.gain_ns, by_rank_ns=gone, loses="is Python that torch.compile gave up on", seen=up
         )
@@ -130,10 +141,12 @@ def _uncompiled(estimate: Estimate) -> Explanation:
 def _changes(found: Frame, drops: bool | None) -> tuple[Change, ...]:
     printed = change("`TORCH_LOGS=recompiles` prints every reason in full", TORCH_LOGS=(None, "recompiles"))
     if not found["reason"].str.contains("size mismatch|stride mismatch", regex=True).any():
-        same = (
-            "keep what the reasons in the report name the same at every call, or pass it as a tensor (a learning rate:"
-        )
-        same += " `lr=torch.tensor(0.1)`)"
+        guards = [reason.partition(" == ")[0] for reason in found["reason"] if " == " in reason]
+        if any("['lr']" in guard for guard in guards):
+            same = "pass the learning rate as a tensor, which is changed in place: `lr=torch.tensor(0.1)`"
+        else:
+            named = f"`{short(guards[0], 60)}`" if guards else "what the reasons in the report name"
+            same = f"keep {named} the same at every call, or pass it as a tensor"
         return change(same), printed
     shapes = "give every step the same shapes: pad to few lengths"
     padded = change(f"{shapes}, `drop_last=True`", numerics=True, drop_last=(drops, True))
