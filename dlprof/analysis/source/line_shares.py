@@ -116,7 +116,7 @@ _IMPORTS, _IMPORT = "<frozen importlib._bootstrap", re.compile(r"(import|from) "
 _BEGINS = ("<module>", "main", "_main", "run", "cli", "train")
 
 # In these the training thread waits for a batch of its workers.
-_AWAITS = re.compile(r"_(try_)?get_data \(.*torch[/\\]utils[/\\]data[/\\]dataloader\.py")
+_AWAITS = re.compile(r"(_(try_)?get_data|_shutdown_workers) \(.*torch[/\\]utils[/\\]data[/\\]dataloader\.py")
 
 
 def texts_of(rank: RankFacts) -> dict[tuple[str, int], str]:

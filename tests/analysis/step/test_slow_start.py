@@ -35,17 +35,25 @@ SCANS = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:5)'
 SCANNED = f"{SCANS};scanned (/w/data.py:{{}})"
 OTHER = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:6);scanned (/w/data.py:60)'
 CUT = 'process 7:"";thread (7): MainThread;read (/lib/python3/site-packages/pandas/io/x.py:9)'
+ENDS = f'process 7:"";thread (7): MainThread;<module> (/w/train.py:15);_shutdown_workers ({DATALOADER}:1600)'
 TEXTS = [["/w/train.py", 3, "frame = pd.read_csv(path)"], ["/w/data.py", 5, "with lock:"]]
 
 
-def run(folder: Path, setup_s: float, stacks: dict[str, int], first_s: float = 0.0, steps: int = 100) -> Path:
-    """Record a run: 2 s of launch, a set-up, a wait for the first batch, steps of 0.1 s, and 1 s of ending."""
+def run(
+    folder: Path, setup_s: float, stacks: dict[str, int], first_s: float = 0.0, steps: int = 100, lead_s: float = 0.0
+) -> Path:
+    """Record a run: 2 s of launch, a set-up, a wait for the first batch, steps of 0.1 s, and 1 s of ending.
+
+    `lead_s`: what the first step does besides, where its phases are known.
+    """
     at = round((2 + setup_s) * SECOND)
     light, began = [], at
     for n in range(steps):
         waits = round(first_s * SECOND) if n == 0 else 0
-        light.append(runs.light(n, 100 * MS + waits, fetch_ns=waits, start_ns=began, first=int(n == 0)))
-        began += 100 * MS + waits
+        dur = 100 * MS + waits + (round(lead_s * SECOND) if n == 0 else 0)
+        known = {"forward_ns": 60 * MS, "backward_ns": 40 * MS} if lead_s else {}
+        light.append(runs.light(n, dur, fetch_ns=waits, start_ns=began, first=int(n == 0), **known))
+        began += dur
     facts = {**runs.CPU, "directory": "/w/", "clock": {"unix_ns": 2 * SECOND}}
     path = runs.recorded(folder / "run", (None, light, facts), start_ns=1, end_ns=began + SECOND)
     head = {"start_ns": 4 * SECOND, "end_ns": at + round(first_s * SECOND), "rate": 20, "start": True, "lines": TEXTS}
@@ -87,6 +95,14 @@ def test_the_line_of_a_long_start_is_named_with_what_it_takes_of_the_run(
         assert (place(found), found.scope, found.at_most) == (where, "run", True)
         assert words in found.changes[0].text
         assert found.share == pytest.approx(share, abs=0.01)
+
+
+def test_all_waits_for_workers_count_also_those_that_end_in_the_first_step(tmp_path: Path) -> None:
+    found = ask(RULE, run(tmp_path, 4, {WAITS: 200, ENDS: 80, STANDS: 600, LOADS: 20}, first_s=10, lead_s=5))
+    # 280 of 300 stacks of 19 s, in a run of 32 s.
+    assert place(found) == "data.py:5"
+    assert found.share == pytest.approx(280 / 300 * 19 / 32, abs=0.01)
+    assert "21.0 s pass before the first step is done" in found.verdict.replace("\u00a0", " ")
 
 
 def test_a_long_start_that_nobody_looked_at_is_not_judged(tmp_path: Path) -> None:

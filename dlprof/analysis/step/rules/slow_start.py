@@ -7,10 +7,11 @@ with every start: after a time limit, a preemption, an error.
 Needs the step log, when the command began and ended, and the stacks that py-spy sees of a process that has loaded
 PyTorch for half a second and has not taken a step. Which library a process imports before PyTorch is not seen.
 
-Saving: the time from the import of PyTorch to the first step's end, by the share of the stacks that were seen in one
-line of the script's, the line that was seen most, with the lines around it, those of its function that the same line
-of the script led to, and those that are known to do the same. It is spread over the training steps, and its share is
-that of the run as it was recorded: a run that trains for longer has less to gain.
+Saving: the time from the import of PyTorch to the first step's end, without its phases, by the share of the stacks
+that were seen in one line of the script's, the line that was seen most, with the lines around it, those of its function
+that the same line of the script led to, and those that are known to do the same; all waits for workers count as one. It
+is spread over the training steps, and its share is that of the run as it was recorded: a run that trains for longer has
+less to gain.
 
 What to change: do it once and keep the result in a file; make less of it; or what the line is known to be.
 """
@@ -19,12 +20,13 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.idioms import LOOPS
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import CostlyLine, costliest, start_lines
 from dlprof.analysis.step.whole_job import run_parts, training_steps
+from dlprof.analysis.timeline.steady import light_steps
 from dlprof.errors import NotMeasured
 from dlprof.result import Change, Place
 from dlprof.units import duration, percent
@@ -35,14 +37,31 @@ _LONG_NS, NOTABLE_SHARE = 3e9, 0.1
 _START = ("launch", "setup", "first_batch")
 
 
+_PHASES = ("fetch_ns", "forward_ns", "backward_ns", "optimizer_ns")
+
+
+@per_rank
+def first_step_rest(light_steps: Frame = needs(light_steps)) -> pd.DataFrame:
+    """Return how long a rank's first step took beside its phases: ns, one row, 0 where these are not known.
+
+    What was begun before it may end there.
+    """
+    first = light_steps.head(1)
+    rest = (first["length_ns"] - first[[*_PHASES]].clip(lower=0).sum(axis=1)).clip(lower=0)
+    return pd.DataFrame({"ns": rest.where(first["forward_ns"] > 0, 0.0)})
+
+
 def check(
     run_parts: Frame = needs(run_parts),
     training_steps: pd.Series[float] = needs(training_steps),
     start_lines: Maybe[Frame] = maybe(start_lines),
+    first_step_rest: Frame = needs(first_step_rest),
     job: Job = needs(JOB),
 ) -> Estimate:
     start = run_parts[run_parts["part"].isin(_START)]
-    total, share = float(start["ns"].sum()), float(start["share"].sum())
+    rest = by_rank(first_step_rest, "ns")
+    total = float(start["ns"].sum()) + max(rest.values(), default=0.0)
+    share = total / float(run_parts["ns"].sum())
     said = f"the start took {duration(total)}, {percent(share)} of the run"
     if total < _LONG_NS or share < NOTABLE_SHARE:
         return nothing(said, scope="run")
@@ -58,7 +77,8 @@ def check(
         mine = frame[(frame["rank"] == rank) & (frame["line"] == line.place.line) & (frame["file"] == line.place.file)]
         function, file, at = mine["via"].iloc[0]
         waits = str(mine["doing"].iloc[mine["samples"].argmax()]) == "start_wait"
-        took[rank] = max(line.share, _share(frame[frame["rank"] == rank], line, (function, file, at))) * imported
+        took[rank] = max(line.share, _share(frame[frame["rank"] == rank], line, (function, file, at)))
+        took[rank] *= imported + rest.get(rank, 0.0)
         making = costliest(start_lines, rank, "start_worker") if waits else None
         led = (Place(file, at, function),) if (file, at) != (line.place.file, line.place.line) else ()
         lines[rank] = (making or line, waits, led)
@@ -78,15 +98,17 @@ def check(
 
 def _share(lines: Frame, line: CostlyLine, way: tuple[str, str, int]) -> float:
     """Return the share of a rank's start that a line takes with those of its function that the same line led to, with
-    that one, and with all that are known to do the same: a loop over files takes its time in several lines.
+    that one, and with all that are known to do the same: a loop over files takes its time in several lines. Where it
+    waits for workers, with all waits for these.
     """
     led = lines[lines["doing"].isin(("start", "start_wait"))]
-    root, samples = line.place.function.partition(".<locals>")[0], 0
+    root = line.place.function.partition(".<locals>")[0]
     does = {line.idiom.name} - {LOOPS} if line.idiom else set()
-    for row in led.to_dict("records"):
-        same = row["function"].partition(".<locals>")[0] == root or (row["file"], row["line"]) == way[1:]
-        samples += row["samples"] if (same and row["via"] == way) or row["idiom"] in does else 0
-    return samples / max(float(led.drop_duplicates("doing")["of"].sum()), 1.0)
+    at = (led["file"] == line.place.file) & (led["line"] == line.place.line)
+    near = (led["function"].str.partition(".<locals>")[0] == root) | ((led["file"] == way[1]) & (led["line"] == way[2]))
+    counts = (near & (led["via"].map(way.__eq__))) | led["idiom"].isin(does)
+    counts |= led["doing"].isin({"start_wait"} & set(led["doing"][at]))
+    return float(led["samples"][counts].sum()) / max(float(led.drop_duplicates("doing")["of"].sum()), 1.0)
 
 
 def explain(estimate: Estimate, run_parts: Frame = needs(run_parts)) -> Explanation:
