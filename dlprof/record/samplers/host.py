@@ -21,9 +21,9 @@ _LOOK_FOR_CHILDREN_S = 5.0
 # The threads of a process with more are not read one by one: each costs 10 µs a reading.
 _MOST_THREADS = 128
 
-# What workers have of their own is summed up by the kernel page by page, 1 ms a gigabyte: at most for this
+# What workers have of their own is summed up by the kernel page by page, 10 ms a gigabyte and more: at most for this
 # share of the time, and never again once it took longer than this for one of them.
-_OWN_SHARE, _OWN_MOST_S = 1 / 100, 0.02
+_OWN_SHARE, _OWN_MOST_S = 1 / 100, 0.1
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
