@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlprof import redaction
+from dlprof.live import locks
 from dlprof.plain import plain
 from dlprof.record.launch.process import family, has_ended, stats
 from dlprof.record.ranks import RANKS, SIZES
@@ -407,7 +408,8 @@ class Doing:
     """What a process does.
 
     `what`: one of `WORDS`. `name`: of the collective, or of the call that waits. `file`, `line` and
-    `text`: the user's innermost line, "" and 0 where there is none. `idle`: no thread of the process runs.
+    `text`: the user's innermost line, "" and 0 where there is none. `idle`: no thread of the process runs. `holder`:
+    who holds the lock that it waits for, as the end of a sentence; "" where that is not known.
     """
 
     role: str
@@ -418,6 +420,7 @@ class Doing:
     text: str = ""
     function: str = ""
     idle: bool = False
+    holder: str = ""
 
     @property
     def at(self) -> str:
@@ -443,7 +446,25 @@ def doing(process: Process) -> Doing:
             what, name = ("wait" if called[1] == "wait" else "device"), called[1]
         elif idle and (_LOCKS.search(innermost.file) or _LOCK_TEXT.search(text)):
             what = "lock"
-    return Doing(role_of(process), what, name, file, line, text, function, idle)
+    role = role_of(process)
+    held = _holder(process.threads, main, role) if idle else ""
+    return Doing(role, what, name, file, line, text, function, idle, held)
+
+
+def _holder(threads: Sequence[Thread], main: Thread, role: str) -> str:
+    """Say who holds the lock that the main thread waits for: ", which thread T holds, in train.py:12: f()"."""
+    stacks = [[(frame.file, frame.line) for frame in one.frames if is_own(frame.file)] for one in threads]
+    found = locks.holder(stacks, threads.index(main))
+    if found is None:
+        return ""
+    if found.thread < 0:
+        lost = ", which no thread of it holds: another process does, or a thread held it when the worker was forked"
+        return lost if role == "worker" else ""
+    if threads[found.thread] is main:
+        return f", which it holds already, since {found.taken}"
+    text = line_of(*found.now)
+    name = plain(threads[found.thread].name, 60) or "another one"
+    return f", which thread {name} holds, in {found.now}{f': {text}' if text else ''}"
 
 
 def _records(thread: Thread) -> bool:

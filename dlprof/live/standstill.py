@@ -176,13 +176,13 @@ def _does(rank: Rank, one: Doing | None, *, many: bool = False) -> str:
         return f"{text}{at}: its {count(len(rank.workers), 'worker')} wait for a task"
     if one.what == "code":
         return f"{text}{at}, and {'is idle: it waits for something outside of Python' if one.idle else 'is busy'}"
-    return f"{text}{at}"
+    return f"{text}{at}{one.holder}"
 
 
 def _worker_at(one: Doing) -> str:
     if not one.at:
         return "the data set's code"
-    return f"{one.at}{': ' + one.text if one.text else ''}{', idle' if one.idle else ''}"
+    return f"{one.at}{': ' + one.text if one.text else ''}{one.holder or (', idle' if one.idle else '')}"
 
 
 _PLURALS = {"is": "are", "has": "have"}

@@ -57,7 +57,9 @@ HANGS = {
     rf" \(planted.py:{BARRIER}\)",
     "waited": rf"The ranks disagree: rank 0 is in .wait\(\) \(planted.py:{at('work.wait()')}\); rank 1 is in barrier"
     rf" \(planted.py:{BARRIER}\)",
-    "lock": WAITS + rf"waits for a lock, or another thread or process \(planted.py:{at('lock.acquire()', 1)}: ",
+    "lock": WAITS
+    + rf"waits for a lock, or another thread or process \(planted.py:{at('lock.acquire()', 1)}: .*\), which"
+    rf" it holds already, since planted.py:{at('lock.acquire()')}",
     "stopped": WAITS + rf"is stopped \(SIGSTOP, or a debugger\) at planted.py:{at('signal.SIGSTOP', 1)}\.",
     "worker_stopped": WAITS + r"waits for its loader \(planted.py:\d+: for .*\): its loader worker \(process \d+\) is"
     r" stopped",
