@@ -137,3 +137,11 @@ def test_a_loop_over_large_operators_is_no_loop_over_elements(calls: int, ns: in
     assert costly_line._is_large(frame, 0, line) == is_large
     assert not costly_line._is_large(frame, 1, line)
     assert not costly_line._is_large(None, 0, line)
+
+
+@pytest.mark.parametrize(("function", "times"), [("f", 3.0), ("of another", None)])
+def test_what_a_lines_part_of_the_backward_pass_takes(function: str, times: float | None) -> None:
+    columns = ["rank", "function", "file", "line", "forward_ns", "backward_ns"]
+    frame = pd.DataFrame([(0, "f", "/w/train.py", 8, 2.0, 5.0), (0, "f", "/w/train.py", 7, 1.0, 4.0)], columns=columns)
+    line = CostlyLine(Place("train.py", 7, function), (), 0.5, "", None)
+    assert costly_line._backward(frame, 0, line) == times

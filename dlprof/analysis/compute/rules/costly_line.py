@@ -92,8 +92,7 @@ def _traced(lines: Frame) -> _Found:
 def _near(lines: Frame, rank: int, place: Place) -> Frame:
     """Return the rows of a line and of those around it in its function."""
     near = lines[(lines["rank"] == rank) & (lines["function"] == place.function)]
-    near = near[[str(file).endswith(place.file) for file in near["file"]]]
-    return near[(near["line"] - place.line).abs() <= AROUND]
+    return near[near["file"].astype(str).str.endswith(place.file) & ((near["line"] - place.line).abs() <= AROUND)]
 
 
 def _seen(
