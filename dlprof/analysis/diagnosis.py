@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 import pandas as pd
+from msgspec.structs import asdict, replace
 
 from dlprof.analysis import notices, settings
 from dlprof.analysis.engine import Job, Measure, Measured, MeasureFailed, all_needed, measure
@@ -255,7 +255,7 @@ def _explained(rule: Rule, run: Measured, estimate: Estimate) -> dict[str, objec
     changes = sorted(explanation.changes, key=lambda change: change.training)
     # What may end the job must be cured, by whatever change.
     training = estimate.scope not in TIMELESS and bool(changes) and changes[0].training
-    made = {f.name: getattr(explanation, f.name) for f in fields(explanation)}
+    made = asdict(explanation)
     return {**made, "changes": tuple(changes), "training": training}
 
 

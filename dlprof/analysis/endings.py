@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
 
-@dataclass(frozen=True)
-class Failed:
+
+class Failed(Struct, frozen=True):
     """What an error means: what happened, and what to do.
 
     `what` continues "The job ended because". `follows`: another process failed before, so that a rank with another

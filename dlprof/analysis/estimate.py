@@ -6,10 +6,11 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pandas as pd
+from msgspec import Struct, field
+from msgspec.structs import force_setattr
 
 from dlprof.analysis.engine import check_needs
 from dlprof.result import Change, Forecast, Panel, Place, Scope
@@ -48,8 +49,7 @@ UNKNOWN = "what it does is not known to dlprof"
 COMPILED = "`torch.compile(model)`"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Explanation:
+class Explanation(Struct, frozen=True, kw_only=True):
     """How a finding is explained. `title` and `summary`: one sentence each; `sure`: how it was estimated.
 
     `verdict`: the report's first sentence where the finding is first; "": the estimate's `loses` with its share.
@@ -68,8 +68,7 @@ class Explanation:
     where: tuple[Place, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
+class Estimate(Struct, frozen=True, kw_only=True):
     """What one bottleneck costs a run, also where that is nothing. All times in ns of the mean steady step.
 
     `gone_ns`: what each rank loses by itself; `saving_ns` and `by_rank_ns` are then made of it, and not given.
@@ -116,8 +115,7 @@ def worst(by_rank_ns: Mapping[int, float]) -> int:
     return max(by_rank_ns, key=lambda rank: by_rank_ns[rank])
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """One known bottleneck. `check` returns an Estimate, or raises NotMeasured or DoesNotApply; its parameters name
     what it needs.
     `explain` gets that estimate, and what its other parameters need, and explains a finding.
@@ -148,7 +146,7 @@ class Rule:
         check_needs(self.check)
         check_needs(self.explain, given=1)
         if not self.id:
-            object.__setattr__(self, "id", self.check.__module__.rpartition(".")[2])
+            force_setattr(self, "id", self.check.__module__.rpartition(".")[2])
 
     @property
     def manual(self) -> str:

@@ -6,12 +6,12 @@ Each is made from measures.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import pandas as pd
+from msgspec import Struct, field
 
 from dlprof import schema
 from dlprof.analysis import settings
@@ -305,8 +305,7 @@ FIELDS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Section:
+class _Section(Struct, frozen=True):
     """Collects the facts of one section; unknown values are left out."""
 
     name: str

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cache
+
+from msgspec import Struct
 
 # Where a line stands: in the making of a sample or batch (by a worker or the training thread), or in the loop.
 DATA = ("worker", "fetch")
@@ -19,8 +20,7 @@ START = ("start",)
 START_WORKER = ("start_worker",)
 
 
-@dataclass(frozen=True)
-class Idiom:
+class Idiom(Struct, frozen=True):
     """One way of writing that costs time.
 
     `what`: what the line does, as "opens an archive for every sample". `remedy`: the change as its user would write it.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+from msgspec import Struct
 
 from dlprof.analysis.engine import Measured, MeasureFailed, check_needs
 from dlprof.errors import NotMeasured
@@ -20,8 +20,7 @@ PHASES = {"fetch": "input_wait", "forward": "forward", "backward": "backward", "
 MOST_RANKS = 8
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(Struct, frozen=True):
     """One or more panels of the report. The parameters of `draw` name what it needs; it may raise NotMeasured."""
 
     draw: Callable[..., list[Panel]]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
@@ -31,8 +31,7 @@ Piece = tuple[frozenset[str], float]
 Found = tuple[Outcome, Sequence[Piece]]
 
 
-@dataclass(frozen=True)
-class Basis:
+class Basis(Struct, frozen=True):
     """What outcomes are judged by. Its fields are needs: the engine fills them."""
 
     job: Job = needs(JOB)

@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dlprof.analysis import settings
@@ -60,8 +61,7 @@ PERFECT = math.inf
 _FACTOR = re.compile(r"[x×]?\s*(\d+(?:\.\d+)?)\s*[x×]?")
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Struct, frozen=True):
     """Changes of a run. Factors say how many times as fast something is; None: as it is."""
 
     input: float | None = None  # making batches; PERFECT: each is ready when it is requested
@@ -77,19 +77,19 @@ class Request:
     @property
     def named(self) -> tuple[str, ...]:
         """The changes in words, as in the request."""
-        return tuple(_written(f.name, getattr(self, f.name)) for f in fields(self) if self._sets(f.name))
+        return tuple(_written(name, getattr(self, name)) for name in self.__struct_fields__ if self._sets(name))
 
     @property
     def singles(self) -> Iterator[Request]:
         """Each change alone."""
-        for f in fields(self):
-            if self._sets(f.name):
-                yield replace(Request(), **{f.name: getattr(self, f.name)})
+        for name in self.__struct_fields__:
+            if self._sets(name):
+                yield replace(Request(), **{name: getattr(self, name)})
 
     def without(self, others: Iterable[Request]) -> Request:
         """Return the changes that none of the others makes."""
         none = Request()
-        names = {f.name for one in others for f in fields(one) if one._sets(f.name)}
+        names = {name for one in others for name in one.__struct_fields__ if one._sets(name)}
         return replace(self, **{name: getattr(none, name) for name in names})
 
     @property
@@ -135,8 +135,7 @@ _MOST_RANKS = 32
 _COMPUTED = ("computation", "optimizer_host", "host")
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(Struct, frozen=True):
     """What of a run the answers are made from. Its fields are needs: the engine fills them."""
 
     job: Job = needs(JOB)
@@ -187,8 +186,7 @@ def answered(measured: Measured, every: Sequence[Request], singles: int) -> Answ
     return Answers(known.mean_step_ns, alone, combined, known.throughput.or_none())
 
 
-@dataclass(frozen=True)
-class _Replayed:
+class _Replayed(Struct, frozen=True):
     """The replays of all ranks with one change; place 0 of `frame` is the ranks as they are."""
 
     frame: pd.DataFrame

@@ -10,10 +10,10 @@ import difflib
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+from msgspec import Struct
 
 from dlprof.analysis.idioms import DATA, IDIOMS, START
 from dlprof.overrides import OVERRIDES, Override, Value, changes_numbers
@@ -65,8 +65,7 @@ class Advice(msgspec.Struct, frozen=True):
     near: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(Struct, frozen=True):
     """A run. `named`: the settings that make a change; `placed`: where settings go in the script, and the edit."""
 
     result: Result
@@ -75,8 +74,7 @@ class Recorded:
     placed: Callable[[Mapping[str, Value]], tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class _Topic:
+class _Topic(Struct, frozen=True):
     """What words are about: a setting, or a change of the script in words.
 
     `rules`: that judge it, the first counts most; `fewer`: that judge less of it, or none. `words`: how it is written,

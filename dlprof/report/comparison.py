@@ -6,9 +6,9 @@ Faster or slower, as predicted or not, and by what. The page needs no script and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from markupsafe import Markup
+from msgspec import Struct
 
 from dlprof.analysis.compare.comparison import (
     NOISE,
@@ -275,8 +275,7 @@ WORK = {
 GROUPS = (("gone", "less"), ("new", "more"), ("same",), ("unknown",))
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """One part of a stacked bar; `category` names its colour."""
 
     category: str
@@ -285,8 +284,7 @@ class Piece:
     title: str
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(Struct, frozen=True):
     """One stacked bar."""
 
     name: str
@@ -294,8 +292,7 @@ class Bar:
     total: str
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Struct, frozen=True):
     """One difference: its figures, and a bar from the middle to the left (faster) or right, all in percent."""
 
     name: str

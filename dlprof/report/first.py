@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, verdict
@@ -63,8 +64,7 @@ _UNLOCKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 _BY_LINE = ("costly_line", "host_bound", "input_wait", "step_python")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Struct, frozen=True):
     """A further change: its number for `dlprof try --change`, 0: it cannot be tried by number."""
 
     number: int
@@ -78,8 +78,7 @@ class Row:
         return KNOWN[self.proposal.known][0]
 
 
-@dataclass(frozen=True)
-class First:
+class First(Struct, frozen=True):
     """The first screen. `state`: a change is known, only a cause is, nothing is wrong, or the job died.
 
     `lead`: the change that gains most, None without one. `place`: its line and what stands there; `diff`: its edit,
@@ -301,8 +300,7 @@ def looked_at(result: Result) -> str:
     return " ".join(said)
 
 
-@dataclass(frozen=True)
-class Unlock:
+class Unlock(Struct, frozen=True):
     """What would let a recording say more: an option of `dlprof wrap` ("": none), in words, and how many more checks.
 
     No checks: it says more about what was found.

@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
@@ -24,6 +23,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemBytecodeCache, FunctionLoader, Template
 from jinja2.bccache import Bucket
 from markupsafe import Markup, escape
+from msgspec import Struct
 
 from dlprof.files import compact
 from dlprof.plain import NBSP, command_line, plain
@@ -33,16 +33,14 @@ from dlprof.result import SAVING, Fact, Outcome, Place, Proposal, Result
 from dlprof.units import UNKNOWN
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(Struct, frozen=True):
     """One figure in large type, and what it is."""
 
     value: str
     name: str
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(Struct, frozen=True):
     """A finding as the page shows it."""
 
     key: str  # its place; "training-1": shown apart, as it changes the training

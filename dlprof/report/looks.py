@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dlprof.plain import plain
 
 
-@dataclass(frozen=True)
-class Category:
+class Category(Struct, frozen=True):
     """How a part of a step is named, explained and drawn: colours of both themes, in 256 colours, as a glyph."""
 
     name: str

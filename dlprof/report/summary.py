@@ -7,10 +7,10 @@ ladder (what each change gave, from the first run to the last) are made here, th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
+from msgspec import Struct
 
 from dlprof.analysis.compare.ladder import Ladder, Rung, Step
 from dlprof.marks import __version__
@@ -27,8 +27,7 @@ _BAR = 12  # columns of the longest bar in a terminal
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(Struct, frozen=True):
     """A verdict in one or two sentences, warnings, figures in large type, a table, and panels of any shape.
 
     `bars` names the column of the table that has bars in a terminal. `good`: nothing needs the reader's attention.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from dlprof.plain import NBSP, plain
 from dlprof.report.formatting import (
@@ -193,8 +194,7 @@ def disturbed(load: ForeignLoad) -> str:
     return f"{said[0].upper()}{said[1:]}: this run cannot rule out bottlenecks. Record it on an idle host."
 
 
-@dataclass(frozen=True)
-class _Unjudged:
+class _Unjudged(Struct, frozen=True):
     """The largest part of the step that no rule could judge: its share, and a sentence on it."""
 
     share: float
@@ -379,8 +379,7 @@ def waits_for(result: Result) -> dict[int, dict[int, float]]:
     return {rank: dict(sorted(mine.items(), key=lambda item: -item[1])) for rank, mine in found.items()}
 
 
-@dataclass(frozen=True)
-class Culprit:
+class Culprit(Struct, frozen=True):
     """A rank that others wait for, all in ns of the mean step.
 
     `by`: how long each rank waits for it. `why`: by category, how long it delays them, the mean over those ranks.

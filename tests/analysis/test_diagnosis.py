@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace as replace_rule
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from msgspec.structs import replace as replace_rule
 
 from dlprof.analysis.diagnosis import diagnose, diagnosed, rule_named, wanted
 from dlprof.analysis.engine import Maybe, Measured, check_needs, maybe, measure, needs, per_rank

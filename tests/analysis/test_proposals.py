@@ -28,7 +28,7 @@ def basis() -> Basis:
     rows = [(rank, category, ms * MS) for rank in (0, 1) for category, ms in STEP.items()]
     frame = pd.DataFrame(rows, columns=["rank", "category", "ns"])
     frame.loc[frame["category"] == "input_wait", "ns"] = [20.0 * MS, 40.0 * MS]
-    known: Any = {name: Maybe(lacking) for name in Basis.__dataclass_fields__}
+    known: Any = {name: Maybe(lacking) for name in Basis.__struct_fields__}
     known |= {
         "job": SimpleNamespace(ranks=(0, 1)),
         "mean_step_ns": Maybe(lambda: 100.0 * MS),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from dataclasses import replace as with_fields
 from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
+from msgspec.structs import replace as with_fields
 
 from dlprof.analysis.compare.comparison import CameTrue
 from dlprof.analysis.compare.ladder import ladder

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -87,8 +87,7 @@ _FUNCTION = re.compile(r"(?:autograd::engine::evaluate_function: )?(\w+)Backward
 _PAUSE_NS = 50_000
 
 
-@dataclass(frozen=True)
-class Calls:
+class Calls(Struct, frozen=True, dict=True):
     """The operators that have a letter, thread after thread, each thread's in order; arrays have an item each.
 
     `rows`: of the spans. `begin`, `end`: on the host, ns. `ns`: the time of the kernels that it launched, or on a CPU
@@ -245,8 +244,7 @@ def _launched_by(
     return found
 
 
-@dataclass(frozen=True)
-class Chain:
+class Chain(Struct, frozen=True):
     """Places in `Calls`, in order, and the share of their time that a fix leaves.
 
     `form`: how it is computed; `passes`: "forward" or "backward". `launching`: the share that is left of the host's

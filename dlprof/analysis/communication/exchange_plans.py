@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
@@ -319,8 +320,7 @@ _NO_SYNC = (
 NOTABLE_SHARE = 0.05
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(Struct, frozen=True):
     """The time of one collective: to start, ns, and for each byte, ns."""
 
     start_ns: float
@@ -380,8 +380,7 @@ def _by_parameters(job: Job, frame: pd.DataFrame) -> pd.Series[float]:
     return known.mask(reduces | gathers, held / times) if isinstance(held, int) and times else known
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """A change of how the ranks exchange, and what it gains; NaN: unknown."""
 
     change: str
@@ -439,7 +438,7 @@ def exchange_plans(
     plans += _without_buffers(bandwidth, activations, model, exposed_transfer, saves)
     exposed, grads = ((frame["exposed_ns"] * frame["ranks"]).sum() for frame in (bandwidth, gradients))
     if not grads > 0:
-        return pd.DataFrame(plans)
+        return pd.DataFrame(map(asdict, plans))
     transfer, ddp = exposed_transfer * (grads / exposed), model.get("ddp")
     if ddp:
         plans.append(_rebucketed(bandwidth, fitted, overlap, ddp.get("bucket_cap_mb"), transfer, saves))
@@ -456,7 +455,7 @@ def exchange_plans(
         for key, n in (("half", 2), ("quarter", 4)):
             plans.append(Plan(f"exchange every {n} batches", key, saves(transfer * (1 - 1 / n)), why))
     plans += _compressed(transfers[among(transfers, gradients)], fitted, model, transfer, saves)
-    return pd.DataFrame(plans)
+    return pd.DataFrame(map(asdict, plans))
 
 
 @across_ranks

@@ -8,10 +8,9 @@ tables that are sharded over the ranks exchange in pairs too, but with the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
@@ -30,8 +29,7 @@ _EVEN = ">"
 _COLUMNS = ("row", "step", "place", "pieces", "given", "got", "changes", "expert_ns")
 
 
-@dataclass(frozen=True)
-class Balance:
+class Balance(Struct, frozen=True):
     """Tokens over the ranks of a mixture of experts, in the traced steps, and what even shares would save.
 
     ranks: rank, expert (the rank's place in its group), tokens (received a step), count (dispatches a step), ratio (to

@@ -7,12 +7,13 @@ in number 128 waits for those whose last number is lower.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dlprof import schema
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, needs, per_rank
@@ -63,8 +64,7 @@ def recorded_calls(recorder_calls: Frame = needs(schema.RECORDER_CALLS), rank: R
     )
 
 
-@dataclass(frozen=True)
-class Hang:
+class Hang(Struct, frozen=True):
     """A collective that some ranks wait in.
 
     `missing`: ranks of the group whose dumps show that they never issued it. `unknown`: those that left no dump.

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
+from msgspec import Struct
 
 from dlprof.plain import command_line
 from dlprof.redaction import DROPPED
@@ -36,8 +36,7 @@ NOISE = (
 Verdict = Literal["faster", "slower", "noise", "unknown"]
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """One part of the mean step in both runs, ns; None: not known. `noise_ns`: standard error of b_ns − a_ns."""
 
     name: str
@@ -70,8 +69,7 @@ _NAMES = (("Job", "folder"), ("Job", "ended"))
 _COMMAND = ("Job", "command")
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(Struct, frozen=True):
     """One fact that differs; "" where a run does not have it."""
 
     section: str
@@ -106,8 +104,7 @@ def _words_apart(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
 CameTrue = Literal["better", "as_predicted", "partly", "missed", "unknown"]
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(Struct, frozen=True):
     """What A predicted for the changes of B, and what B measured; ns of the mean step.
 
     The prediction is between `least_ns` and `most_ns`: savings of several findings overlap. `reached` is the share of
@@ -236,8 +233,7 @@ _WITHOUT = ("clear", "does_not_apply")
 State = Literal["gone", "new", "less", "more", "same", "unknown"]
 
 
-@dataclass(frozen=True)
-class WorkDifference:
+class WorkDifference(Struct, frozen=True):
     """An operator, a kernel or a kind of collective: its time, and its calls per step (None: not there)."""
 
     time: Difference
@@ -246,8 +242,7 @@ class WorkDifference:
     wait: Difference | None = None  # of collectives: waiting for other ranks, next to the transfer
 
 
-@dataclass(frozen=True)
-class FindingChange:
+class FindingChange(Struct, frozen=True):
     """What became of one bottleneck. gone: B was checked and does not have it; unknown: one run does not know (why)."""
 
     id: str
@@ -258,8 +253,7 @@ class FindingChange:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """All that a renderer may know of two runs. Empty tuples and None: not compared, and `not_compared` says why."""
 
     a: Result
@@ -285,8 +279,7 @@ class Comparison:
     doubts: tuple[str, ...] = ()  # what a reader must know before trusting the differences
 
 
-@dataclass(frozen=True)
-class _Pair:
+class _Pair(Struct, frozen=True):
     """Two results, and the least difference that counts, ns."""
 
     a: Result
@@ -685,8 +678,7 @@ def _saving(outcome: Outcome | None) -> float | None:
 _SAME_WORK = 0.01
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(Struct, frozen=True):
     """What both runs train on: so many samples (`unit`; or tokens) a second and a step.
 
     `of`: the whole job, or each rank. `noise`: standard error of b ÷ a; None: not known.

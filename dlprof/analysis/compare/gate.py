@@ -9,9 +9,9 @@ in no single run, and a limit should allow for it: 5 %, not 1 %.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof.analysis.compare.comparison import compare
@@ -33,8 +33,7 @@ _STRETCHES, _STUDENT = 10, 3.25
 _WIDER = 4.0
 
 
-@dataclass(frozen=True)
-class Slowdown:
+class Slowdown(Struct, frozen=True):
     """How many times as long the run takes for the same work as its baseline, and the 99 % interval of that.
 
     `what` is compared: "the median step", or "samples a second". `steps`: that the baseline, and the run, have of it.

@@ -7,8 +7,9 @@ and nobody counted. A run that did other work, on other devices or in another sc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
+
+from msgspec import Struct
 
 from dlprof.analysis.compare.comparison import Comparison, Setting, Verdict, compare, differing
 from dlprof.result import Result
@@ -21,8 +22,7 @@ _NAMED = 3
 _UNSAID = ("class", "parameters", "parameter bytes", "trainable parameters", "last bucket bytes", "modules")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(Struct, frozen=True):
     """How many times as fast one run is as another, by samples a second; `noise`: its standard error, None: unknown."""
 
     ratio: float
@@ -30,8 +30,7 @@ class Step:
     verdict: Verdict
 
 
-@dataclass(frozen=True)
-class Rung:
+class Rung(Struct, frozen=True):
     """A run in the row: what it changed against the one before, and how much faster it is than that and the first."""
 
     name: str
@@ -41,8 +40,7 @@ class Rung:
     first: Step | None = None
 
 
-@dataclass(frozen=True)
-class Ladder:
+class Ladder(Struct, frozen=True):
     """The runs in their order, what they are compared by (`unit`: samples, tokens, steps), what was left out, and why.
 
     `doubts`: what a reader must know before trusting a run.

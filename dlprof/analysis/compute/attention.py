@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -65,8 +65,7 @@ TAKES_MASK = ("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_do
 WIDEST = 256
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(Struct, frozen=True):
     """A batch (with heads) of s queries and t keys of d numbers, and values of e."""
 
     batch: int
@@ -79,8 +78,7 @@ class Shape:
         return f"{self.batch}x{self.s}x{self.d} {self.batch}x{self.t}x{self.e}"
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(Struct, frozen=True):
     """One pass of one attention on one thread: the products before and after its softmax, as rows of the spans."""
 
     passes: str  # "forward" or "backward"

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 
 from dlprof import schema
 from dlprof.analysis.compute.operators import operator_work, operators
@@ -137,8 +137,7 @@ def split_share(parts: pd.DataFrame | None, mean_step_ns: float) -> dict[int, fl
     return {rank: min(ns / mean_step_ns, 1.0) for rank, ns in split.items()}
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(Struct, frozen=True):
     """What more threads take off a rank's step, ns: as is to be expected, and at most."""
 
     expected_ns: float

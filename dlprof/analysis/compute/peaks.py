@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dlprof.analysis.engine import RANK, RankFacts, needs, per_rank
 from dlprof.analysis.timeline.steps import NOT_MARKED, Timing, timing
@@ -40,8 +41,7 @@ _C2C, _C2C_SHARED = 450e9, 225e9
 PCIE_REACHED = 0.8
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(Struct, frozen=True):
     """One part that is sold: what its name matches as a whole, and its peaks. 0 and {}: not known.
 
     `flops`: FLOP/s by precision ("float8", "bfloat16", "float16", "tf32", "float32", "float64"); on AMD "tf32" is XF32

@@ -7,10 +7,11 @@ backward pass does besides its own: hooks that read values of gradients, and aut
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -40,8 +41,7 @@ HOOK = "hook"
 IN_GRAPH = ("fetch", "forward")
 
 
-@dataclass(frozen=True)
-class Loop:
+class Loop(Struct, frozen=True):
     """Operators that are called again and again between the same two phases: after which, which, and when."""
 
     after: str
@@ -57,8 +57,7 @@ class Loop:
         return iv.merge(self.times, self.behind)
 
 
-@dataclass(frozen=True)
-class Segments:
+class Segments(Struct, frozen=True):
     """The training thread's time between the phases of the replayed steps, by the phase before it, and loops in it."""
 
     after: dict[str, iv.Intervals]

@@ -9,11 +9,11 @@ all of them. On a CPU the script's lines between the phases and the host's Pytho
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
@@ -289,8 +289,7 @@ def between_twice(
     return pd.DataFrame({"rank": late.index, "both_ns": both.to_numpy(), "lines_first": first})
 
 
-@dataclass(frozen=True)
-class HeldUp:
+class HeldUp(Struct, frozen=True):
     """What the host holds up of the mean steady step, ns, and what a faster one would gain. `where`: of host_gains.
 
     `besides`: without the time of the lines between the phases, which keep it.

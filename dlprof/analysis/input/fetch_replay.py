@@ -38,9 +38,9 @@ operators are split over all cores, this costs training more than the workers' o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 Times = NDArray[np.float64]
@@ -57,8 +57,7 @@ _NOTHING: Times = np.zeros(1)
 _LEFT = 0.1
 
 
-@dataclass(frozen=True)
-class Handover:
+class Handover(Struct, frozen=True):
     """The cost of handing a batch over from a worker, besides its fetch, ns of computing."""
 
     taking_ns: float = 0.0  # of the training thread
@@ -69,8 +68,7 @@ class Handover:
         return Handover(self.taking_ns * factor, self.sending_ns * factor)
 
 
-@dataclass(frozen=True)
-class HandoverCost:
+class HandoverCost(Struct, frozen=True):
     """The cost of a batch's handover: the usual one, and its bounds."""
 
     usual: Handover = Handover()
@@ -82,8 +80,7 @@ class HandoverCost:
 NO_HANDOVER = HandoverCost()
 
 
-@dataclass(frozen=True)
-class LoopTimes:
+class LoopTimes(Struct, frozen=True):
     """One rank's step and fetch times as recorded, in ns, without waits for a core."""
 
     workers: int
@@ -178,8 +175,7 @@ class LoopTimes:
         return self.threads if self.threads <= self.cores else 1
 
 
-@dataclass(frozen=True)
-class Forecast:
+class Forecast(Struct, frozen=True):
     """The mean step of one rank with so many workers, and its wait for data, ns."""
 
     workers: int

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct, field
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dlprof.analysis import idioms, settings
@@ -137,8 +138,7 @@ def input_cost_ns(
     return min(saving_input(step_series, own_time, gone), most)
 
 
-@dataclass(frozen=True)
-class Starving:
+class Starving(Struct, frozen=True):
     """The rank that waits most for data, its training loader, and which ranks wait as well. Times in ns a step."""
 
     rank: int
@@ -190,8 +190,7 @@ _ENOUGH = 3
 _UNEVEN = 0.1
 
 
-@dataclass(frozen=True)
-class AllLoopTimes:
+class AllLoopTimes(Struct, frozen=True):
     """The step and fetch times of all ranks; each rank's `LoopTimes` is built at the first request."""
 
     loader_means: pd.DataFrame
@@ -360,8 +359,7 @@ def _of(frame: pd.DataFrame, rank: int) -> pd.DataFrame:
     return frame[frame["rank"] == rank]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """What more workers would give: the worst rank's forecasts, the chosen forecast, and the gain of the run, ns.
 
     `sure`: the run also gains at the highest possible cost of workers.
@@ -390,8 +388,7 @@ class Plan:
 _AGAIN, _WORTH, _COPIED_A_SECOND, _FOUND_S, _OF_MEMORY = 3, 10, 2e9, 20e-6, 0.5
 
 
-@dataclass(frozen=True)
-class KeptSamples:
+class KeptSamples(Struct, frozen=True):
     """A data set whose samples are the same each time: how many, how many were seen again, and the bytes of all."""
 
     samples: int
@@ -423,8 +420,7 @@ def kept_samples(
     return KeptSamples(length, again, size * length)
 
 
-@dataclass(frozen=True)
-class FasterLoader:
+class FasterLoader(Struct, frozen=True):
     """What removes the wait, and the saving, ns a step: more workers, or cheaper batches if workers do not help.
 
     `saving_ns`: of the better one. `plan`: None where the batches were not recorded. `workers_help`: whether the plan's
@@ -653,8 +649,7 @@ def _freed(now: Forecast, then: Forecast) -> float:
     return min(max((now.step_ns - then.step_ns) / now.wait_ns, 0.0), 1.0) if now.wait_ns else 0.0
 
 
-@dataclass(frozen=True)
-class FewerWorkers:
+class FewerWorkers(Struct, frozen=True):
     """The steps of the rank that gains least with fewer workers, and each rank's gain with its best number, ns.
 
     `least_ns`: the gain at the lowest cost of workers that the recording allows.
@@ -709,8 +704,7 @@ def fewer_workers(
 _TIMES_AS_MUCH, _MORE_BYTES = 4, 1_000_000
 
 
-@dataclass(frozen=True)
-class CopiedStorages:
+class CopiedStorages(Struct, frozen=True):
     """A rank whose workers send parts of larger storages, each of which they copy whole, and what less copying saves.
 
     `gain_ns`: of the mean step; `least_ns`: where workers cost training as little as the recording allows. `of_cores`:

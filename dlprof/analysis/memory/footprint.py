@@ -8,12 +8,13 @@ another moment the peak. The functions do not depend on the kind of model: they 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dlprof.analysis.compute.products import WIDTH
@@ -53,8 +54,7 @@ _NO_SCORES = ("Linear", "LayerNorm", "RMSNorm", "GELU", "ReLU", "SiLU", "Embeddi
 _BLOCK = 256
 
 
-@dataclass(frozen=True)
-class Footprint:
+class Footprint(Struct, frozen=True, dict=True):
     """One rank's memory, from its table `held`.
 
     `always`: part → bytes at every moment. `places`: the tensors that the forward pass saves, a row for each size of

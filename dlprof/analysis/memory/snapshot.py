@@ -7,12 +7,12 @@ from when to when each block was allocated. A block without an event was allocat
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -40,8 +40,7 @@ OTHERS = "other lines"
 _TAKES, _GIVES = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(Struct, frozen=True):
     """One device's allocator over n events. Moment 0 is before the first event, moment k behind the k-th.
 
     `allocated`, `reserved`: bytes at each moment. `at_ns`: its time (−1: unknown). Of each piece of memory that was

@@ -7,11 +7,11 @@ the cost of recording the names of modules in the traced steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -60,8 +60,7 @@ def sums(
     return np.bincount(key, weights=None if values is None else values.astype(float), minlength=size).astype(float)
 
 
-@dataclass(frozen=True)
-class Belongs:
+class Belongs(Struct, frozen=True):
     """What work belongs to: a module (their number: a graph outside modules), a part, a bucket (−1: none)."""
 
     module: NDArray[np.int64]
@@ -117,8 +116,7 @@ def _folded(frame: pd.DataFrame, flags: Sequence[str]) -> pd.DataFrame:
     return summed.assign(**{name: (summed[name] > 0).astype(int) for name in flags})
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(Struct, frozen=True):
     """Stretches of the host's time, each on a lane (its code), for a module (−1: none) and a part of the step."""
 
     lane: NDArray[np.int64]

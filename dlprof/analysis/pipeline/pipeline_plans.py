@@ -13,12 +13,13 @@ All of it is of stages alike, a backward pass twice as long as the forward pass,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -58,8 +59,7 @@ ASSUMED = (
 )
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(Struct, frozen=True):
     """One thing to change. `easy`: it is one line of the script. `even`: the stages, and nothing else."""
 
     change: str
@@ -139,7 +139,7 @@ def pipeline_plans(pipeline_models: list[Model] = needs(pipeline_models), job: J
         for plan in _plans(pipe, batch):
             step = model.step(plan)
             then = {"step_ns": step, "gain_ns": pipe.step_ns - step, "bubble": max(0.0, 1 - busy / step)}
-            rows.append({"ranks": ranks, **vars(plan), **then})
+            rows.append({"ranks": ranks, **asdict(plan), **then})
     return pd.DataFrame(rows)
 
 
@@ -162,8 +162,7 @@ def _plans(pipe: Pipe, batch: object) -> list[_Plan]:
     return [plan for plan in plans if runs(plan.schedule, p, plan.microbatches, plan.chunks)]
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(Struct, frozen=True, dict=True):
     """A pipeline as the sum of its parts, which can be recombined. All times in ns."""
 
     pipe: Pipe

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from math import isnan, nan
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, across_ranks, maybe, needs
 from dlprof.analysis.pipeline.chunks import SCHEDULE, WHICH, pipeline, pipeline_chunks
@@ -31,8 +31,7 @@ _BISECTIONS = 12  # of the time that a hand-over takes: to a few thousandths of 
 Lengths = Mapping[tuple[int, str], float]  # ns of each stage's kinds of action
 
 
-@dataclass(frozen=True)
-class Pipe:
+class Pipe(Struct, frozen=True, dict=True):
     """One pipeline: how its mean step went, and all that is needed to replay it. All times in ns.
 
     `rows` is what each of its `ranks` did, in order. `took` has the lengths of one call each, a loss counted with its

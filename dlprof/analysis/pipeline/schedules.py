@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import nan
+
+from msgspec import Struct
 
 # A stage's work on one micro-batch: stage, what (forward; backward, or its halves input and weight), micro-batch.
 Action = tuple[int, str, int]
@@ -38,8 +39,7 @@ SPLIT = (INTERLEAVED_ZERO_BUBBLE, ZBV, DUAL_PIPE_V)
 _FILL_AND_DRAIN = (GPIPE, ONE_F_ONE_B, INTERLEAVED, LOOPED_BFS)
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(Struct, frozen=True):
     """The actions of each rank, in order. A `held` action hands its result on only after the next action."""
 
     rows: tuple[tuple[Action, ...], ...]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dlprof.analysis.compare.comparison import Setting, differing
@@ -45,16 +45,14 @@ _SAMPLERS = ("sampler", "shuffle", "batches", "length", "dataset length")
 _MOST_NAMED = 3
 
 
-@dataclass(frozen=True)
-class Named:
+class Named(Struct, frozen=True):
     """A run: its name, and its result."""
 
     name: str
     result: Result
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(Struct, frozen=True):
     """The runs by size, in ascending order, and what was left out, and why."""
 
     mode: Mode

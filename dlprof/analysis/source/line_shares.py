@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 
 from dlprof import schema
 from dlprof.analysis import idioms
@@ -249,8 +249,7 @@ _COLLECTIVE = re.compile(
 _FROM_ONE = re.compile(r"\b(broadcast|scatter)(_object_list)?\(")
 
 
-@dataclass(frozen=True)
-class CostlyLine:
+class CostlyLine(Struct, frozen=True):
     """The line of the user's that takes most of something: its share, and what it is known to be."""
 
     place: Place  # with its share of the samples

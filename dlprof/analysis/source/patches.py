@@ -10,8 +10,9 @@ import ast
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from dlprof import redaction
 from dlprof.analysis.settings import buffers_argument, version_of
@@ -59,8 +60,7 @@ _KINDS = {
 _EACH = ("copy", "optimizer")
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(Struct, frozen=True):
     """Settings that calls of one kind are to have; `role`: of loaders, what their batches are for."""
 
     kind: str
@@ -68,8 +68,7 @@ class Wanted:
     role: str = "train"
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(Struct, frozen=True):
     """A unified diff of the files that could be edited, and why others could not: (setting, place, reason).
 
     `shown`: the same diff for a report, with what is kept of the source; it does not apply where something is left out.

@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True)
-class Rewrite:
+class Rewrite(Struct, frozen=True):
     """One edit: `find` is an expression or statement, `put` is what takes its place.
 
     `rows`: only where each `__getitem__` of the file takes single rows of what its data set has, as it then may many.
@@ -33,8 +33,7 @@ class Rewrite:
         return " → ".join(re.sub(names, r"\1", " ".join(code.split())) for code in (self.find, self.put))
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(Struct, frozen=True):
     """One edit of an expression, whichever way it is written, also over several statements: see forms.py."""
 
     find: str
@@ -46,8 +45,7 @@ class Written:
         return Rewrite(self.find, self.put).shown
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(Struct, frozen=True):
     """One edit of an expression that makes the same of `_a` each time: it reads what is made once.
 
     `once` is made after the only statement that assigns `_a`, and kept under its name and `called`; `_kept` in `put` is
@@ -68,8 +66,7 @@ class Held:
         return Rewrite(self.find, self.put).shown + Rewrite(f", kept = {self.once}", "").shown.removesuffix(" → ")
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(Struct, frozen=True):
     """A file that is opened for each sample: once in each process instead, as none may share its place in it."""
 
     call: str  # "zipfile.ZipFile"
@@ -80,8 +77,7 @@ class Opened:
         return f"with {self.call}(path) as file: … → file = opened(os.getpid(), path), where opened has a cache"
 
 
-@dataclass(frozen=True)
-class Begun:
+class Begun(Struct, frozen=True):
     """A statement that is put after the imports."""
 
     statement: str
@@ -92,8 +88,7 @@ class Begun:
         return f"import … → {self.statement}"
 
 
-@dataclass(frozen=True)
-class Wrapped:
+class Wrapped(Struct, frozen=True):
     """A loop that is put into a block, unless it calls a method of these names."""
 
     block: str
@@ -105,8 +100,7 @@ class Wrapped:
         return f"for … in loader: … → {self.block} for …"
 
 
-@dataclass(frozen=True)
-class Decorated:
+class Decorated(Struct, frozen=True):
     """A method that gets a decorator, unless it has one or other arguments than these."""
 
     method: str

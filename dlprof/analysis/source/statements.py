@@ -10,7 +10,8 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dlprof.analysis.engine import JOB, Job, across_ranks, needs
 from dlprof.analysis.source.kept import kept_files
@@ -83,8 +84,7 @@ def groups_made(trees: Trees, optimizer: str) -> tuple[Place, ...]:
 _DELIBERATE = re.compile(r"loader|\.(chunk|split|tensor_split)\(")
 
 
-@dataclass(frozen=True)
-class Turns:
+class Turns(Struct, frozen=True):
     """A loop's line whose calls need nothing of other turns. `grows`: each gets what the one before got, and more."""
 
     text: str

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -63,8 +63,7 @@ _NAMES: Mapping[str, str] = {
 _OF_TYPE = {"fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(Struct, frozen=True):
     """An option of the script's command line; `switch`: it takes no value; `on`: it is given, or so by default."""
 
     name: str
@@ -131,8 +130,7 @@ MOST_LINES = 3
 LEAST_SHARE = 0.05
 
 
-@dataclass(frozen=True)
-class Concern:
+class Concern(Struct, frozen=True):
     """What a finding is about: kinds of calls (record/calls.py), phases, and the loader's role.
 
     `called`: only the phase's lines that were seen in a library's function of this name.
@@ -371,8 +369,7 @@ def found_in_modules(
     return frame.astype(dict.fromkeys(columns[:3], object) | dict.fromkeys(columns[3:], float))
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(Struct, frozen=True):
     """What is known of the user's lines and modules. Its fields are needs: the engine fills them."""
 
     call_sites: Maybe[list[Call]] = maybe(call_sites)

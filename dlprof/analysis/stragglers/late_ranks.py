@@ -17,12 +17,13 @@ rank that waits is not the one that is unlike the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct, field
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
@@ -82,8 +83,7 @@ _SHOWN_IN: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(Struct, frozen=True):
     """Why a rank computes longer than the others, what to do, and whether they have less to do for it."""
 
     words: str = ""
@@ -92,8 +92,7 @@ class Reason:
     owner: str = ""  # the rule that answers for it
 
 
-@dataclass(frozen=True)
-class LateRanks:
+class LateRanks(Struct, frozen=True):
     """The late ranks, and what this rule would save of what they cost: shares of the mean steady step."""
 
     lead: Lead
@@ -438,8 +437,7 @@ def short_collectives(
     return pd.DataFrame({"short": short, "counted": counted, "waited_ns": waited}).reset_index()
 
 
-@dataclass(frozen=True)
-class Outlier:
+class Outlier(Struct, frozen=True):
     """The rank that most collectives were abnormally short on, and what the others wait for it, ns a step."""
 
     rank: int

@@ -15,10 +15,10 @@ There is one estimate a run, `own_steps`, from one of three sources:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -220,8 +220,7 @@ def _waiting_phases(waiting: dict[int, iv.Intervals], phases: pd.DataFrame) -> l
     return [p for p, ns in total.items() if ns and ns >= WAITING_PHASE * sum(total.values())]
 
 
-@dataclass(frozen=True)
-class Lead:
+class Lead(Struct, frozen=True):
     """By how much the late ranks' own time exceeds the next one's, and what that costs; times in ns."""
 
     ranks: tuple[int, ...]  # the slowest first

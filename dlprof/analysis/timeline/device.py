@@ -11,10 +11,9 @@ waited for something: an event of another stream, a function on the host, memory
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -35,8 +34,7 @@ NO_DEVICE_WORK = "the trace holds no work of a device (record ProfilerActivity.C
 NOT_IN_STEPS = "the device's work in the trace was launched in none of its steady steps"
 
 
-@dataclass(frozen=True)
-class DeviceSets:
+class DeviceSets(Struct, frozen=True):
     """The time in which a device computes, communicates, copies (or sets memory), and does any of these."""
 
     computation: iv.Intervals
@@ -122,8 +120,7 @@ NOT_LINKED = (
 )
 
 
-@dataclass(frozen=True)
-class Launches:
+class Launches(Struct, frozen=True):
     """The launch of each row of `device.device_work`, in its order, ns; UNKNOWN where the trace does not link it."""
 
     called: NDArray[np.int64]  # start of the call
@@ -150,8 +147,7 @@ def launches(spans: Frame = needs(schema.SPANS), device_work: Frame = needs(devi
     return Launches(np.where(known, called, UNKNOWN), np.where(known, returned, UNKNOWN))
 
 
-@dataclass(frozen=True)
-class Queue:
+class Queue(Struct, frozen=True):
     """How much work was launched and had not begun, over time: the length from each instant on."""
 
     at: NDArray[np.int64]  # ns, ascending
@@ -186,8 +182,7 @@ LATENCY_NS = 20_000
 START_NS = 50_000
 
 
-@dataclass(frozen=True)
-class Idle:
+class Idle(Struct, frozen=True):
     """The idle time of a rank's device from the start of its trace to the end, by cause; disjoint.
 
     `late`: the host had not launched what came next. `latency`: launched, and about to start. `queued`: launched, and

@@ -14,13 +14,14 @@ then the host has the lead, or has lost it, that the change leads to.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -54,8 +55,7 @@ Kept = tuple[iv.Intervals, float]
 _Run = tuple[int, int, int, int, int, int, bool, int]
 
 
-@dataclass(frozen=True)
-class HostClock:
+class HostClock(Struct, frozen=True):
     """Tells where an instant of the trace would be on a host that no profiler slows: `lost` ns earlier, from each of
     `at` on, linear between them.
     """
@@ -75,8 +75,7 @@ class HostClock:
 AS_TRACED = HostClock(np.empty(0, dtype=np.int64), np.empty(0))
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """A call in which the host waits for its device; `row`: the place of the work that it waits for, −1: earlier work.
 
     `after_ns`: how long after that it returns. `from_start`: it waits for that work to start (the queue is full), and
@@ -92,8 +91,7 @@ class Wait:
     name: str
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(Struct, frozen=True, dict=True):
     """Some steps of a rank, ready to be replayed; `rows` are rows of `device.device_work`, in order of their start."""
 
     rows: NDArray[np.int64]

@@ -9,10 +9,10 @@ stall or a loader takes of them is not counted there, since others judge that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -206,8 +206,7 @@ _LADDER = 2 ** np.arange(1, 12) + 1
 _PHASES = ("forward", "backward", "optimizer")
 
 
-@dataclass(frozen=True)
-class Pattern:
+class Pattern(Struct, frozen=True):
     """Long steps at a fixed interval of a rank; times in ns.
 
     `every`: one step in so many is long. `steps`: the numbers in the step log of all of them, traced ones too; `seen`

@@ -21,11 +21,11 @@ loader is late, say) idles in that step. The last window ends at max(h[n], e[n â
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -73,8 +73,7 @@ NO_STEP = -2
 Marks = tuple[iv.Intervals, NDArray[np.int64], str]
 
 
-@dataclass(frozen=True)
-class TracedSteps:
+class TracedSteps(Struct, frozen=True):
     """The traced steps in order, n of them; times in ns.
 
     `host` and `windows`, both (n, 2): where the training thread was in each step, and where the device was; the same
@@ -281,8 +280,7 @@ MOST_ROWS = 2_000
 PHASES = ("fetch", "forward", "backward", "optimizer")
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(Struct, frozen=True, dict=True):
     """How long the steady steps of one rank are, and where in the trace its steps are.
 
     `lengths` are those of the steady steps in ns, from the step log (`source` "steps") or of those that were traced

@@ -11,12 +11,12 @@ end) is taken from all of the phase alike. Waits for data, which differ from ste
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof import schema
@@ -53,8 +53,7 @@ def usual_ns(facts: Mapping[str, Any]) -> float:
     return min(_OF_A_RANGE * float(each), _MOST_NS) if each else _USUAL_NS
 
 
-@dataclass(frozen=True)
-class TracedCalls:
+class TracedCalls(Struct, frozen=True):
     """The host's time in pieces, in order: `edges`, one more than pieces; how many calls are made in each; in which
     phase it is, by its place in `phases`; and how much of it is spent in calls, ns.
     """
@@ -165,8 +164,7 @@ LEAST_NOISE = 2.0
 LITTLE = 0.005
 
 
-@dataclass(frozen=True)
-class HostTime:
+class HostTime(Struct, frozen=True):
     """What the host did in the replayed steps; disjoint sets of its time."""
 
     fetch: iv.Intervals  # the training thread in next() of its loader
@@ -174,8 +172,7 @@ class HostTime:
     python: iv.Intervals  # none of these for longer than PAUSE_NS: the script's own Python
 
 
-@dataclass(frozen=True)
-class WhatIf:
+class WhatIf(Struct, frozen=True, dict=True):
     """A rank's steps, and what a change would make of them."""
 
     replay: Replay

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
+
+from msgspec import Struct
 
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks
@@ -45,8 +46,7 @@ DARK: Mapping[str, str] = {
 FONT = 'Inter, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(Struct, frozen=True):
     """Headings and rows of written cells; `numeric`: which columns are aligned to the right."""
 
     columns: tuple[str, ...]
@@ -56,8 +56,7 @@ class Table:
     shares: tuple[tuple[str, ...], ...] = ()  # width of each cell's bar in percent, "" without one; (): no bars
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(Struct, frozen=True):
     """One figure: its description, what plotly draws (None: only a table), and the same values as a table."""
 
     label: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dlprof import units
 from dlprof.plain import NBSP, plain
@@ -36,8 +37,7 @@ _KNOWN = {
 }
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Struct, frozen=True):
     """What the page shows of memory."""
 
     bars: Figure
@@ -69,8 +69,7 @@ def sentence(footprint: Footprint | None) -> str:
     return f"Peak {host}memory{whose}: {formatting.quantity(fullest.bytes, 'bytes')}{of} ({named})."
 
 
-@dataclass(frozen=True)
-class AtEnd:
+class AtEnd(Struct, frozen=True):
     """The memory of a job that ended for want of it, bytes by part, as they were counted in an earlier step.
 
     They are scaled to what it needed at the end, where that is known. `then`: with the first change, None: not known.

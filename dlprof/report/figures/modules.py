@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dlprof.plain import plain
@@ -26,8 +25,7 @@ BESIDE = 1.05
 UNEVEN = 1.2
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Struct, frozen=True):
     """A row of the tree: its name relative to the row around it, path, depth, and whether it is open at first."""
 
     name: str
@@ -40,8 +38,7 @@ class Row:
     open: bool = False
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(Struct, frozen=True):
     """The modules as a table whose rows open and close, as a flame graph, and a note on both."""
 
     table: Table  # the first cell of each row is empty
@@ -156,7 +153,7 @@ def _flame(found: Modules) -> Figure:
         free[0] += outside.ns
     drawn = flame(Panel("flame", "Modules", tuple(frames), unit="ns"))
     rows = [(name, ns, ns / found.total_ns if found.total_ns else 0.0) for _, _, ns, name, _ in frames[:FUNCTIONS]]
-    return dataclasses.replace(drawn, table=plain_table(("module", "time_ns", "share"), rows))
+    return replace(drawn, table=plain_table(("module", "time_ns", "share"), rows))
 
 
 def _under(found: Modules, unit: str) -> str:

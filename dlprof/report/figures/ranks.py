@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import PurePath
 from statistics import median
 from typing import Any
+
+from msgspec import Struct
 
 from dlprof import units
 from dlprof.plain import plain
@@ -392,8 +393,7 @@ PALEST = 0.15
 Parts = Mapping[int, Mapping[str, TimePart]]
 
 
-@dataclass(frozen=True)
-class Many:
+class Many(Struct, frozen=True):
     """What the page shows of many ranks."""
 
     groups: Table
@@ -468,8 +468,7 @@ def _unlike(result: Result, members: Sequence[Member]) -> Table | None:
     return Table(columns, tuple(rows), (False,) * 4 + (True,) * 3, note) if rows else None
 
 
-@dataclass(frozen=True)
-class _Cell:
+class _Cell(Struct, frozen=True):
     """Neighbours with one colour in one row (or column): where they begin, how many they are, and their levels."""
 
     row: int

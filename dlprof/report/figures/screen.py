@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from dlprof.plain import plain
 from dlprof.report import first, formatting, looks
@@ -37,8 +38,7 @@ class Bar(NamedTuple):
     label: str
 
 
-@dataclass(frozen=True)
-class Made:
+class Made(Struct, frozen=True):
     """What the time is made of: bars of the job and of steps, their legends, and a path from the first to the second.
 
     Of a job that ran out of memory, what that is made of. Of the job's legend colour and words, of the steps' colour,

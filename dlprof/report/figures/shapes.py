@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dlprof import units
 from dlprof.plain import plain
@@ -312,8 +314,7 @@ ARROWS = 100
 Arrow = tuple[float, str, str, str]  # time, from lane, to lane, label
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(Struct, frozen=True):
     """What ran; `start` in ns from the panel's zero, `dur` in ns."""
 
     lane: str

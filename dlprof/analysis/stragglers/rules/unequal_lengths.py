@@ -18,10 +18,9 @@ batches of as many tokens each. Buckets that each rank makes for itself are wors
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 
 from dlprof.analysis.engine import JOB, Frame, Job, across_ranks, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
@@ -47,8 +46,7 @@ def tokens_of_steps(steady_steps: Frame = needs(steady_steps)) -> pd.DataFrame:
     return pd.DataFrame({"step": steps["step"], "dur_ns": steps["length_ns"], "tokens": steps["tokens"]})
 
 
-@dataclass(frozen=True)
-class Unequal:
+class Unequal(Struct, frozen=True):
     """How the steps go with the ranks' tokens, times in ns of the mean step."""
 
     token_ns: float  # what the step is longer by for each token that the rank with the most has more than the mean rank
