@@ -81,8 +81,10 @@ class Observed:
             self.frozen = not any(parameter.requires_grad for parameter in parameters)
             if self.frozen:
                 self._frozen_ids.add(self.model_id)
+                self.calls.see("frozen_forward")
+            else:
+                self.calls.see_forward(self.model_id, args)
             self.models.append(weakref.ref(module))
-            self.calls.see_forward(self.model_id, args)
             self.news = True
 
     def _watch(self, one: Any) -> None:

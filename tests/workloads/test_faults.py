@@ -37,6 +37,7 @@ NO_SCRIPT_CAN |= {
     "duplicate_batches",
     "masked_attention",
     "needless_products",
+    "frozen_forward",
     "own_profiler",
     "repeated_derivatives",
     "slow_start",

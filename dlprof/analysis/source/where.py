@@ -167,6 +167,7 @@ CONCERNS: Mapping[str, Concern] = {
     "exposed_communication": _GRADIENTS,
     "exposed_copy": Concern(("copy", "loader")),
     "fp32_matmul": Concern(("autocast", "forward"), ("forward",)),
+    "frozen_forward": Concern(("frozen_forward",)),
     "growing_cat": Concern(("cat",)),
     "growing_steps": Concern((), ("rest", "backward", "forward")),
     "host_bound": Concern(("compile", "forward"), ("forward", "rest")),

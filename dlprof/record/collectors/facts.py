@@ -64,6 +64,7 @@ class Facts:
         self._next_ns = 0  # the earliest time of the next write, once _free is used up
         self._known: dict[int, dict[str, Any]] = {}
         self._idle: list[str] | None = None
+        self._frozen: dict[str, tuple[Any, bool | None]] = {}  # of each part: what its weights were at first, `changes`
         self._process: dict[str, Any] = {}
         self._subnormal: list[dict[str, Any]] = []
         self._began_ns = self._look_ns = 0
@@ -159,6 +160,7 @@ class Facts:
             "models": self._describe(_model, observed.models),
             "optimizers": self._describe(_optimizer, observed.optimizers),
             "untrained": self._untrained(observed.models, observed.optimizers),
+            "frozen": self._frozen_parts(observed.models),
             "dropped": _ask(observed.dropped.facts, observed.models, observed.optimizers, name="dropped gradients"),
             "options": [*observed.options.values()],
             "subnormal": self._subnormal,
@@ -219,6 +221,65 @@ class Facts:
         if models and optimizers:
             self._idle = _ask(_without_optimizer, models, optimizers, name="which parameters are in an optimizer")
         return self._idle
+
+    def _frozen_parts(self, models: Iterable[Any]) -> list[dict[str, Any]]:
+        """Return the outermost modules of which no parameter wants a gradient: module, and changes: whether its weights
+        are others than when it was first seen, as of an average of another model's; None: that is not known.
+        """
+        found = _ask(_without_gradients, alive(models), name="which parameters are frozen")
+        if found:  # the models may be gone
+            before, self._frozen = self._frozen, {}
+            for path, weights in found.items():
+                first, changes = before.get(path, (weights, False))
+                now = None if weights is None or first is None else weights != first
+                self._frozen[path] = first, changes or now
+        return [{"module": path, "changes": changes} for path, (_, changes) in self._frozen.items()]
+
+
+# A part of a model that has less of its parameters is no part that is frozen by itself.
+_FROZEN_SHARE = 0.02
+_LOOKED_AT = 4
+
+
+def _without_gradients(models: Sequence[Any]) -> dict[str, Any]:
+    """Return the path of each outermost module that wants no gradient, and what tells that its weights were changed.
+
+    None where nothing does: an average of another model is that model's twin, and may be written to by `.data`, which
+    counts nothing.
+    """
+    names, found = names_of_all(models), {}
+    for model in models:
+        least, todo = _FROZEN_SHARE * sum(p.numel() for p in parameters_of(model)), [model]
+        while todo:
+            module = todo.pop(0)
+            parameters = parameters_of(module)
+            if sum(p.numel() for p in parameters) < max(least, 1):
+                continue
+            if not any(p.requires_grad for p in parameters):
+                path = names[id(module)][0] if id(module) in names else ""
+                twin = any(
+                    type(one) is type(module) and _is_trained(one) for model in models for one in modules_of(model)
+                )
+                found[path or f"({class_of(module)})"] = _weights(parameters, twin=twin)
+            elif not all(p.requires_grad for p in parameters):
+                todo += [child for _, child in children_of(unwrapped(module))]
+    return found
+
+
+def _is_trained(module: Any) -> bool:
+    return any(p.requires_grad for p in parameters_of(module))
+
+
+def _weights(parameters: Sequence[Any], *, twin: bool) -> Any:
+    """Return where parameters are, and how often each was written to; on a CPU a value of some, too."""
+    on_cpu = all(p.device.type == "cpu" for p in parameters)
+    if twin and not on_cpu:
+        return None
+    try:
+        values = [float(p.detach().reshape(-1)[0]) for p in parameters[:_LOOKED_AT] if p.numel()] if on_cpu else []
+        return [(p.data_ptr(), p._version) for p in parameters], values
+    except Exception:  # noqa: BLE001 - an inference tensor counts nothing, and one without storage is nowhere
+        return None
 
 
 def _without_optimizer(models: Sequence[Any], optimizers: Sequence[Any]) -> list[str] | None:
