@@ -9,7 +9,7 @@ in the place of a figure. The changes depend on the collectives and on the wrapp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,7 +23,20 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import CLASSES, bandwidth, size_classes, transfers
 from dlprof.analysis.communication.collectives import NO_SIZES, SENT, collectives, waits
-from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.communication.wrappers import buffer_copies
+from dlprof.analysis.engine import (
+    JOB,
+    RANK,
+    Frame,
+    Job,
+    Maybe,
+    RankFacts,
+    across_ranks,
+    by_rank,
+    maybe,
+    needs,
+    per_rank,
+)
 from dlprof.analysis.step.breakdown import breakdown, part, part_noise
 from dlprof.analysis.step.partition import communication, cpu_computation, host_phases
 from dlprof.analysis.step.savings import own_time, saving
@@ -408,6 +421,7 @@ def exchange_plans(
     accumulation: Frame = needs(accumulation),
     transfers: Frame = needs(transfers),
     fitted: Fit | None = needs(fitted),
+    buffer_copies: Maybe[Frame] = maybe(buffer_copies),
     own_time: Frame = needs(own_time),
     job: Job = needs(JOB),
 ) -> pd.DataFrame:
@@ -435,7 +449,8 @@ def exchange_plans(
     if idle_cores < gain:
         why = f"sending takes cores as well, and they stand idle for {duration(idle_cores)} of the step"
     plans = [Plan("hidden behind computation", "hidden", min(gain, idle_cores), why)]
-    plans += _without_buffers(bandwidth, activations, model, exposed_transfer, saves)
+    copies = by_rank(buffers, "ns") if (buffers := buffer_copies.or_none()) is not None else {}
+    plans += _without_buffers(bandwidth, activations, model, exposed_transfer, copies, saves)
     exposed, grads = ((frame["exposed_ns"] * frame["ranks"]).sum() for frame in (bandwidth, gradients))
     if not grads > 0:
         return pd.DataFrame(map(asdict, plans))
@@ -484,15 +499,24 @@ def best_plan(
 
 
 def _without_buffers(
-    bandwidth: pd.DataFrame, activations: str, model: settings.Settings, transfer: Transfer, saves: Saves
+    bandwidth: pd.DataFrame,
+    activations: str,
+    model: settings.Settings,
+    transfer: Transfer,
+    copies: Mapping[int, float],
+    saves: Saves,
 ) -> list[Plan]:
-    """Return the plan without DistributedDataParallel's broadcast of buffers, if the forward pass sends mostly that."""
+    """Return the plan without DistributedDataParallel's broadcast of buffers, if the forward pass sends mostly that.
+
+    `copies`: what copying them into what is sent, and back, takes of each rank's step.
+    """
     if activations != "broadcast" or not settings.broadcasts_buffers(model):
         return []
     of = bandwidth["exposed_ns"] * bandwidth["ranks"]
     share = float(of[bandwidth["collective"] == "broadcast"].sum() / of.sum())
     why = "each rank then keeps its own buffers, as the statistics of batch norm"
-    return [Plan("no broadcast of buffers before the forward pass", "buffers", saves(transfer * share), why)]
+    copied = pd.Series(copies, dtype=float).reindex(transfer.index).fillna(0.0)
+    return [Plan("no broadcast of buffers before the forward pass", "buffers", saves(transfer * share + copied), why)]
 
 
 def _last_bucket(gradients: pd.DataFrame, job: Job) -> float:

@@ -27,6 +27,9 @@ _UNIT = re.compile(r"FSDP::pre_forward(?: \(([^,)]*).*\))?$")
 # As PyTorch names it in a trace; the training thread does it after each forward pass.
 _SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
 
+# Both as the recorder's ranges name them.
+_FORWARD, _MODULE = "DistributedDataParallel.forward", "nn.Module: "
+
 DATA_PARALLEL = "DataParallel.forward"
 _REDUCING = ("BroadcastBackward", "ReduceAddCoalesced")
 _REPLICATION = ("Broadcast", "Scatter", "Gather", *_REDUCING)
@@ -82,6 +85,31 @@ def unused_searches(
             "flags_ns": _per_step(timing, flags),
         }
     )
+
+
+@per_rank
+def buffer_copies(
+    on_training_thread: Frame = needs(on_training_thread),
+    timing: Timing = needs(timing),
+    exchanges_on_host: bool = needs(exchanges_on_host),
+    exposed_communication: Maybe[iv.Intervals] = maybe(exposed_communication),
+) -> pd.DataFrame:
+    """Return what DDP's copies of buffers, into what is sent and back, take of a mean steady step: ns, one row.
+
+    They are the operators between the beginning of its forward pass and that of the module in it. Raises NotMeasured
+    where devices exchange, whose copies are not the host's, or where modules were not traced.
+    """
+    spans, windows = on_training_thread, timing.windows
+    begins = spans["start_ns"].to_numpy()[host.is_named(spans, _FORWARD)]
+    modules = np.sort(spans["start_ns"].to_numpy()[host.is_named(spans, _MODULE)])
+    after = np.searchsorted(modules, begins)
+    if not exchanges_on_host or not len(windows) or not len(modules) or not len(begins):
+        raise NotMeasured("what copying buffers takes was not traced")
+    known = after < len(modules)
+    before = iv.merge(np.column_stack([begins[known], modules[after[known]]]))
+    copies = iv.intersect(host.cover(spans, host.is_kind(spans, "op")), before)
+    spent = iv.intersect(iv.merge(windows), iv.subtract(copies, exposed_communication.get()))
+    return pd.DataFrame({"ns": [iv.total(spent) / iv.total(iv.merge(windows)) * timing.step_ns]})
 
 
 @across_ranks

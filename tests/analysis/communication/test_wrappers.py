@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.communication.rules import data_parallel, unused_parameters
-from dlprof.analysis.communication.wrappers import replication, sharding, unused_search, unused_searches
+from dlprof.analysis.communication.wrappers import buffer_copies, replication, sharding, unused_search, unused_searches
 from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
@@ -39,6 +39,34 @@ def test_the_search_and_the_last_reduction_of_each_step_on_a_cpu(reduced: Any, f
     rows = runs.rank_of(tmp_path, made).once(unused_searches)
     assert rows["search_ns"].tolist() == [40 * US] * 2
     assert rows["flags_ns"].tolist() == [flags] * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "exchange", "copies"),
+    [("nn.Module:  (Net)", "gloo:broadcast", 170 * US), ("", "gloo:broadcast", None), ("nn.Module:  (Net)", "", None)],
+)
+def test_what_copying_buffers_takes_before_the_forward_pass(
+    tmp_path: Path, module: str, exchange: str, copies: int | None
+) -> None:
+    events: list[Any] = []
+    for n in range(2):
+        t = n * MS
+        events += [
+            traces.step(n, t, MS),
+            traces.op("aten::mm", t, 50 * US),
+            traces.annotation("DistributedDataParallel.forward", t + 100 * US, 600 * US),
+            traces.op("aten::cat", t + 110 * US, 120 * US),
+            traces.op("aten::copy_", t + 300 * US, 50 * US),
+            traces.op("aten::conv2d", t + 410 * US, 200 * US),
+        ]
+        events += [traces.annotation(exchange, t + 230 * US, 60 * US)] if exchange else []
+        events += [traces.annotation(module, t + 400 * US, 250 * US)] if module else []
+    rank = runs.rank_of(tmp_path, traces.trace(*events, **ON_CPU))
+    if copies is None:
+        with pytest.raises(NotMeasured):
+            rank.once(buffer_copies)
+    else:
+        assert rank.once(buffer_copies)["ns"].tolist() == [pytest.approx(copies)]
 
 
 def test_waiting_for_a_late_rank_at_the_flags_is_not_theirs(tmp_path: Path) -> None:
