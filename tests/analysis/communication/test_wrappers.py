@@ -43,7 +43,11 @@ def test_the_search_and_the_last_reduction_of_each_step_on_a_cpu(reduced: Any, f
 
 @pytest.mark.parametrize(
     ("module", "exchange", "copies"),
-    [("nn.Module:  (Net)", "gloo:broadcast", 170 * US), ("", "gloo:broadcast", None), ("nn.Module:  (Net)", "", None)],
+    [
+        ("nn.Module:  (Net)", "gloo:broadcast", 170 * US),
+        ("", "gloo:broadcast", None),
+        ("nn.Module:  (Net)", "", 170 * US),
+    ],
 )
 def test_what_copying_buffers_takes_before_the_forward_pass(
     tmp_path: Path, module: str, exchange: str, copies: int | None
