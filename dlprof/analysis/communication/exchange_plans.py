@@ -23,7 +23,7 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import CLASSES, bandwidth, size_classes, transfers
 from dlprof.analysis.communication.collectives import NO_SIZES, SENT, collectives, waits
-from dlprof.analysis.communication.wrappers import buffer_copies
+from dlprof.analysis.communication.wrappers import buffer_copies, sharding
 from dlprof.analysis.engine import (
     JOB,
     RANK,
@@ -324,6 +324,12 @@ ENOUGH = 3
 # batch with one. The value is a choice, well above the exchange of a metric.
 FOR_NOTHING = 0.5
 
+_KEPT_WHOLE = (
+    "`set_requires_gradient_sync(False)` and `set_reshard_after_backward(False)` of the sharded model for all batches"
+    " but the last one before the optimizer steps (`no_sync()` of `FullyShardedDataParallel`): gradients and parameters"
+    " stay whole between them, which takes their memory; `reshard_after_forward=False` as well, else the backward"
+    " passes gather again"
+)
 _NO_SYNC = (
     "`with model.no_sync():` around all batches but the last one before the optimizer steps, around the forward pass"
     " too: that decides whether the backward pass exchanges"
@@ -422,6 +428,7 @@ def exchange_plans(
     transfers: Frame = needs(transfers),
     fitted: Fit | None = needs(fitted),
     buffer_copies: Maybe[Frame] = maybe(buffer_copies),
+    sharding: Maybe[Frame] = maybe(sharding),
     own_time: Frame = needs(own_time),
     job: Job = needs(JOB),
 ) -> pd.DataFrame:
@@ -458,7 +465,16 @@ def exchange_plans(
     if ddp:
         plans.append(_rebucketed(bandwidth, fitted, overlap, ddp.get("bucket_cap_mb"), transfer, saves))
     batches, between = float(accumulation["batches"].mean()), float(accumulation["between"].min(skipna=False))
-    if ddp and batches > 1 and between >= FOR_NOTHING:
+    if model.get("fsdp") and batches > 1 and between >= FOR_NOTHING:
+        what = "exchange once for each step of the optimizer (`set_requires_gradient_sync`)"
+        why = (
+            f"the optimizer steps once for {digits(batches)} batches, and each of them gathers parameters and exchanges"
+            " gradients: kept whole between them, once is the same"
+        )
+        around = by_rank(sharding.get(), "around_ns") if settings.on_cpu(job) and sharding.or_none() is not None else {}
+        work = pd.Series(around, dtype=float).reindex(exposed_transfer.index).fillna(0.0)
+        plans.append(Plan(what, "once", saves((exposed_transfer + work) * (batches - 1) / batches), why))
+    elif ddp and batches > 1 and between >= FOR_NOTHING:
         what, more = "exchange once for each step of the optimizer (`no_sync()`)", (batches - 1) * between
         why = (
             f"the optimizer steps once for {digits(batches)} batches, and each of them exchanges gradients: one"
@@ -672,7 +688,7 @@ def advice(
     late = "record the traces of all ranks, which show whether this is waiting for a late one"
     offered: tuple[tuple[Any, Change], ...] = (
         (best["key"] == "waits", Change(late, informs=True)),
-        (accumulates, change(_NO_SYNC)),
+        (accumulates, change(_KEPT_WHOLE if fsdp else _NO_SYNC)),
         (cap is not None, change(best["change"], bucket_cap_mb=(now, cap))),
         *((activations, needed) for needed in _at_once(job, activations, model)),
         (many and ddp, change(larger, bucket_cap_mb=(now, 25.0))),

@@ -411,6 +411,12 @@ def test_exchanges_before_the_optimizer_steps_are_needed_once(tmp_path: Path) ->
     assert [row[1] for row in found.evidence.rows[:2]] == pytest.approx([40 * MS, 28 * MS])
 
 
+def test_a_sharded_model_that_accumulates_stays_whole_between_its_batches(tmp_path: Path) -> None:
+    found = ask(RULE, accumulating(tmp_path, 4 * MS, model={"fsdp": True}))
+    assert found.saving_ns == pytest.approx(12 * MS)
+    assert found.advice[0].startswith("`set_requires_gradient_sync(False)` and `set_reshard_after_backward(False)`")
+
+
 @pytest.mark.parametrize(("between", "how"), [(0, {}), (100 * US, {}), (4 * MS, {"last": 0}), (0, {"batches": 1})])
 def test_what_little_is_exchanged_between_is_no_gradient(tmp_path: Path, between: int, how: dict[str, int]) -> None:
     # Nothing, a metric; all before the last batch, as gradients of several losses; one batch a step.
