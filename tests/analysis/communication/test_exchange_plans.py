@@ -418,7 +418,7 @@ def test_a_sharded_model_that_accumulates_stays_whole_between_its_batches(tmp_pa
 
 
 @pytest.mark.parametrize(("between", "how"), [(0, {}), (100 * US, {}), (4 * MS, {"last": 0}), (0, {"batches": 1})])
-def test_what_little_is_exchanged_between_is_no_gradient(tmp_path: Path, between: int, how: dict[str, int]) -> None:
+def test_what_little_is_exchanged_between_is_no_gradient(tmp_path: Path, between: int, how: dict[str, Any]) -> None:
     # Nothing, a metric; all before the last batch, as gradients of several losses; one batch a step.
     run = runs.measured(accumulating(tmp_path, between, **how), exchange_plans, overlap)
     assert "once" not in set(run.frame(exchange_plans)["key"])
