@@ -80,6 +80,50 @@ def groups_made(trees: Trees, optimizer: str) -> tuple[Place, ...]:
     return tuple(found[:_MOST])
 
 
+# What a script calls the number of its process, and what divides data into as many parts.
+_OWN_RANK = re.compile(r"\b(global_|local_|process_|dp_|data_)?(rank|process_index)\b", re.IGNORECASE)
+_DIVIDES = frozenset(("array_split", "split", "tensor_split", "chunk"))
+
+
+def contiguous_parts(trees: Trees) -> tuple[Place, ...]:
+    """Return the lines in which a process takes its part of what lies in a row: `ids[rank * n : (rank + 1) * n]`, or
+    `np.array_split(ids, size)[rank]`.
+    """
+    found = []
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Subscript):
+                continue
+            at, called = node.slice, node.value
+            if isinstance(at, ast.Slice):
+                ends = [end for end in (at.lower, at.upper) if end is not None]
+                mine = at.step is None and any(_is_product(part) for end in ends for part in ast.walk(end))
+            else:
+                mine = isinstance(called, ast.Call) and _name(called.func) in _DIVIDES and _is_own(at)
+            found += [Place(file, node.lineno, what=ast.unparse(node))] if mine else []
+    return tuple(found[:_MOST])
+
+
+def _is_own(node: ast.AST) -> bool:
+    return bool(_OWN_RANK.search(ast.unparse(node)))
+
+
+def _is_product(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and _is_own(node)
+
+
+def made_in(trees: Trees, attribute: str, *classes: str) -> tuple[Place, ...]:
+    """Return the lines that make an object of one of these classes for an attribute: `self.table = nn.Embedding(…)`."""
+    found = []
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+                continue
+            if _name(node.value.func) in classes and any(_name(target) == attribute for target in node.targets):
+                found.append(Place(file, node.lineno, what=ast.unparse(node)))
+    return tuple(found[:_MOST])
+
+
 # What is split on purpose: batches, and the micro-batches of one.
 _DELIBERATE = re.compile(r"loader|\.(chunk|split|tensor_split)\(")
 

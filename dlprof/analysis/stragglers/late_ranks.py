@@ -90,6 +90,7 @@ class Reason(Struct, frozen=True):
     do: str = ""
     shared: bool = False
     owner: str = ""  # the rule that answers for it
+    dealt: bool = False  # by what it was given of the data
 
 
 class LateRanks(Struct, frozen=True):
@@ -362,7 +363,7 @@ def longer_because(
             "give each rank as much: deal a batch that is sorted by size out in turn, not in contiguous parts, or each"
             " sample to the rank that has least so far"
         )
-        return Reason(words, do, shared=True)
+        return Reason(words, do, shared=True, dealt=True)
     what = "operators" if np.isnan(mine["copied_bytes"]) else "kernels"
     if mine["pieces"] >= least * others["pieces"]:
         words = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"

@@ -10,9 +10,11 @@ import pytest
 from dlprof.analysis.source.statements import (
     calling,
     causal_masks,
+    contiguous_parts,
     filtered_after,
     groups_made,
     independent_turns,
+    made_in,
     parts_taken,
     switched_on,
 )
@@ -247,3 +249,35 @@ def test_turns_of_a_loop_that_do_not_need_each_other(code: str, grows: bool | No
     found = independent_turns({"train.py": tree}, "train.py", line)
     assert (found.grows if found else None) == grows
     assert independent_turns({}, "train.py", line) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("ids = ids[rank * per:(rank + 1) * per]", [1]),
+        ("x = 1\nmine = batch[self.rank * n : self.rank * n + n]", [2]),
+        ("mine = np.array_split(files, world)[dist.get_rank()]", [1]),
+        ("mine = x.chunk(size)[local_rank]", [1]),
+        ("ids = ids[rank::world]", []),  # in turn
+        ("ids = ids[rank * per::world]", []),
+        ("row = rows[rank]", []),
+        ("x = x[k * n:(k + 1) * n]", []),
+        ("x = x[frank * n:]", []),
+    ],
+)
+def test_where_a_process_takes_its_part_of_a_row(source: str, lines: list[int]) -> None:
+    assert [place.line for place in contiguous_parts({"a.py": ast.parse(source)})] == lines
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("self.table = nn.Embedding(9, 2)\nself.other = nn.Embedding(9, 2)", [1]),
+        ("table = torch.nn.EmbeddingBag(9, 2)", [1]),
+        ("self.table = nn.Linear(9, 2)", []),
+        ("self.table = [nn.Embedding(9, 2)]", []),
+    ],
+)
+def test_where_an_attribute_is_made(source: str, lines: list[int]) -> None:
+    found = made_in({"a.py": ast.parse(source)}, "table", "Embedding", "EmbeddingBag")
+    assert [place.line for place in found] == lines

@@ -23,10 +23,12 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.modules.tree import module_means
 from dlprof.analysis.modules.work import OUTSIDE
 from dlprof.analysis.panel import table
+from dlprof.analysis.source.statements import Trees, made_in, statements
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import DoesNotApply
 from dlprof.units import duration, few, size
 
+_CLASSES = ("Embedding", "EmbeddingBag")
 _LARGE_BYTES, _LONGER = 4 << 20, 5.0
 
 # Optimizers that update the rows of a sparse gradient as they would those of a dense one.
@@ -45,7 +47,7 @@ def check(
 ) -> Estimate:
     if job.world_size > 1:
         raise DoesNotApply("several ranks add up their gradients, and few backends do that with sparse ones")
-    tables = module_means[module_means["kind"].isin(("Embedding", "EmbeddingBag"))]
+    tables = module_means[module_means["kind"].isin(_CLASSES)]
     tables = tables[(tables["parameter_bytes"] >= _LARGE_BYTES) & ~tables["path"].duplicated()]
     # Its table may be the weight of the last layer too.
     others = module_means[~module_means.index.isin(tables.index) & (module_means["kind"] == "Linear")]
@@ -67,8 +69,9 @@ def _optimizer(modules: pd.DataFrame) -> float:
     return float(modules.loc[(modules["path"] == OUTSIDE) & (modules["kind"] == "optimizer"), "ns"].sum())
 
 
-def explain(estimate: Estimate, job: Job = needs(JOB)) -> Explanation:
+def explain(estimate: Estimate, statements: Trees = needs(statements), job: Job = needs(JOB)) -> Explanation:
     mine = estimate.seen
+    attributes = dict.fromkeys(path.strip("()").rpartition(".")[2] for path in mine["path"])
     named = few([f"`{path.strip('()')}`" for path in mine["path"]], 4)
     classes = {str(one.get("class")) for one in job.facts[job.ranks[0]].get("optimizers") or ()}
     same = bool(classes) and classes <= set(_SAME)
@@ -84,6 +87,7 @@ def explain(estimate: Estimate, job: Job = needs(JOB)) -> Explanation:
         sure="The backward pass of the table as traced, and its share of the optimizer's step by bytes: the most that"
         " it can be" + (", since a GPU may hide it." if settings.on_gpu(job) else "."),
         at_most=True,
+        where=tuple(place for one in attributes for place in made_in(statements, one, *_CLASSES)),
     )
 
 

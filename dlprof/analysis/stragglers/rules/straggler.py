@@ -32,6 +32,7 @@ from dlprof.analysis.communication.collectives import waits
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
+from dlprof.analysis.source.statements import Trees, contiguous_parts, statements
 from dlprof.analysis.stragglers.late_ranks import CAUSES, OWNERS, LateRanks, Outlier, outlier, straggling
 from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE, who_waits
 from dlprof.analysis.timeline.steps import mean_step_ns
@@ -91,7 +92,12 @@ def _without_all(waits: Maybe[Frame], outlier: Maybe[Outlier], job: Job) -> Esti
     return Estimate(saving_ns=found.gain_ns, by_rank_ns={found.rank: found.gain_ns}, loses=loses, seen=found)
 
 
-def explain(estimate: Estimate, who_waits: Maybe[Frame] = maybe(who_waits), job: Job = needs(JOB)) -> Explanation:
+def explain(
+    estimate: Estimate,
+    who_waits: Maybe[Frame] = maybe(who_waits),
+    statements: Trees = needs(statements),
+    job: Job = needs(JOB),
+) -> Explanation:
     if isinstance(estimate.seen, Outlier):
         return _explain_outlier(estimate.seen, job)
     late: LateRanks = estimate.seen
@@ -125,6 +131,7 @@ def explain(estimate: Estimate, who_waits: Maybe[Frame] = maybe(who_waits), job:
         changes=(change(because.do or do),),
         evidence=table("Who waits for whom, per traced step", shown, _WAITING, note=note),
         sure=f"Estimated with {how}, {late.source}{why}",
+        where=contiguous_parts(statements) if because.dealt else (),
     )
 
 
