@@ -81,7 +81,7 @@ def groups_made(trees: Trees, optimizer: str) -> tuple[Place, ...]:
 
 
 # What a script calls the number of its process, and what divides data into as many parts.
-_OWN_RANK = re.compile(r"\b(global_|local_|process_|dp_|data_)?(rank|process_index)\b", re.IGNORECASE)
+_OWN_RANK = re.compile(r"(?<![a-z])(rank|process_index)\b", re.IGNORECASE)
 _DIVIDES = frozenset(("array_split", "split", "tensor_split", "chunk"))
 
 
