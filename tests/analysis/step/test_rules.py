@@ -97,6 +97,10 @@ def unused(ms: int) -> list[dict[str, Any]]:
 ROLL_OUT = f"{MAIN};main (/me/rl.py:30);roll_out (/me/rl.py:20);simulate (/me/rl.py:12) 80\n"
 
 
+# What is known of the line that a step is mostly seen in.
+KNOWN = '#{"start_ns": 1, "end_ns": 2, "lines": [["/me/rl.py", 12, "time.sleep(0.1)"]]}\n'
+
+
 SCORED = (
     f"{MAIN};main (/me/rl.py:30);score (/me/rl.py:25);_call_impl (/v/site-packages/torch/nn/modules/module.py:9) 60\n"
 )
@@ -292,6 +296,8 @@ CASES = [
          verdict="57 % of the mean step goes to what the script does every 10th step."),
     case("one that writes token after token", PERIODIC, rolling(16, 160, forwards=80),
          says=("with 80 forward passes more", "past_key_values")),
+    case("one whose line is known", PERIODIC, rolling(16, 160, stacks=KNOWN + ROLL_OUT, forwards=80), lines=[12, 20, 30],
+         says="take the `sleep` out"),
     case("one that evaluates", PERIODIC, rolling(16, 160, forwards=80, models=[{"reads_sequences": False}]),
          says=("with 80 forward passes more", "the training set needs no pass of its own")),
     case("steps alike", PERIODIC, rolling(16, 0), state="clear"),

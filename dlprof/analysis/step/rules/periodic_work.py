@@ -91,12 +91,15 @@ def explain(
     of_rank = f" of rank {rank}" if len(job.ranks) > 1 else ""
     elsewhere = change("do it in another process while training goes on")
     cures = [elsewhere]
-    if passes >= _GENERATES:
+    where = _aside(own_lines, rank, phase)
+    # The passes may be the least of it: what is known of the line that it is mostly seen in comes first.
+    if passes >= _GENERATES and (phase == "forward" or line is None or line.idiom is None):
         models = job.facts.get(rank, {}).get("models") or ()
         reads = not models or any(model.get("reads_sequences") is not False for model in models)
         cures.insert(0, change(_GENERATE if reads else _EVALUATE))
     elif line is not None:
         cures.insert(0, change(line.advice("make this line faster (in batches, without a loop in Python):")))
+        where = where or ((line.place,) if line.idiom is not None else ())
     elif hottest.or_none() is None:
         cures.append(change("record with stacks (`pip install py-spy`) to see the lines that it spends its time in"))
     return Explanation(
@@ -108,7 +111,7 @@ def explain(
             change(f"do it every {2 * every} steps: {percent(share / 2)} of the step is saved", training=True),
         ),
         at_most=True,
-        where=_aside(own_lines, rank, phase),
+        where=where,
         evidence=table(f"Steps that are longer at a fixed interval, rank {rank}", shown, _COLUMNS),
         sure=f"Measured over {count(int(first['steps']), 'such step')} and all others; the saving is all of it gone,"
         f" the most that any change can give. Done {digits(float(rarer))} × as rarely, it would be"
