@@ -14,10 +14,12 @@ from dlprof.analysis.estimate import Rule
 from dlprof.analysis.machine.rules import idle_cores, shared_cores, thread_oversubscription, throttled_clock
 from dlprof.read.run import open_run
 from tests.fixtures import readings, runs, traces
+from tests.fixtures.asking import ask
 from tests.fixtures.processors import PRODUCTS, SPLIT, computing
 from tests.fixtures.readings import NORMAL, clocked, crowded
 from tests.fixtures.ruled import Case, check, clear, found, inapplicable, jobs, table, unmeasured
 from tests.fixtures.runs import MS
+from tests.fixtures.sampled_stacks import burst
 
 Job = Callable[[Path], Path]
 
@@ -332,3 +334,29 @@ CLOCKS = {
 @table({idle_cores: IDLE, shared_cores: SHARED, thread_oversubscription: THREADS, throttled_clock: CLOCKS})
 def test_what_a_rule_says(tmp_path: Path, rule: Rule, case: Case) -> None:
     check(rule, case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("children", "text", "device", "says"),
+    [
+        pytest.param(2.0, "with zipfile.ZipFile(path) as archive:", {}, "open the archive once", id="known"),
+        pytest.param(2.0, "row = self.prepared(index)", {}, "", id="not known"),
+        pytest.param(0.1, "with zipfile.ZipFile(path) as archive:", {}, "", id="idle"),
+        pytest.param(2.0, "with zipfile.ZipFile(path) as archive:", CUDA, "", id="on a GPU"),
+    ],
+)
+def test_workers_that_compute_on_the_cores_of_the_training(
+    tmp_path: Path, children: float, text: str, device: dict[str, Any], says: str
+) -> None:
+    more = {"pid": 10, "directory": "/w/"} | ({"device": device} if device else {})
+    path = crowded(tmp_path / "run", 0.3, 0.3, threads=4, workers=3, ours=4.0, children=children, more=more)
+    worker = 'process 10:"";process 11:"";thread (0x2): MainThread'
+    worker += ";_worker_loop (/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py:350)"
+    made = f"{worker};fetch (/lib/python3.11/site-packages/torch/utils/data/_utils/fetch.py:52)"
+    burst(path, {f"{made};__getitem__ (/w/data.py:9)": 90}, lines=[["/w/data.py", 9, text]])
+    outcome = ask(thread_oversubscription.RULE, path)
+    assert outcome.state == ("found" if says else "not_measured")
+    if says:
+        assert (outcome.at_most, [(place.file, place.line) for place in outcome.where]) == (True, [("data.py", 9)])
+        assert outcome.share == pytest.approx(0.3, abs=0.01)
+        assert says in outcome.changes[0].text

@@ -9,8 +9,9 @@ The same holds for processes that train side by side without a process group, as
 Needs what is sampled of the host and its processes: how long the threads of a rank were ready to run and had no core,
 as the Linux kernel counts it. Only ranks with more threads than cores to themselves count: waiting that other programs
 on the host cause is no fault of the job's, and where it is long, also beside loader workers on the same cores, the rule
-abstains: `dlprof try` measures what fewer threads or workers save. On a GPU also a trace: waiting counts only where the
-GPU is idle.
+abstains: `dlprof try` measures what fewer threads or workers save. Where training computes on a CPU, and it is known
+what a line of the workers does that they could do without, it names that line. On a GPU also a trace: waiting counts
+only where the GPU is idle.
 
 In a container with a quota (`cpu.max`) the kernel stops all of its threads until the next period, of 0.1 s, where they
 have used it up: that counts as waiting, whatever the number of threads, where the group's `cpu.stat` counts it.
@@ -38,6 +39,8 @@ from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, c
 from dlprof.analysis.machine.cores import core_waits, freed, line_of, threads_set_by, throttling
 from dlprof.analysis.machine.samples import LITTLE, foreign_load, outside, sample_means
 from dlprof.analysis.panel import named, table
+from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
+from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import own_time, saving
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.errors import NotMeasured
@@ -48,6 +51,9 @@ from dlprof.units import count, digits, duration, percent
 NOTABLE_SHARE = 0.05
 
 _MOST_RANKS = 16
+
+# Workers that use less of a core take little from training.
+_BUSY_WORKERS = 0.3
 _COLUMNS = {
     "name": "",
     "threads": "threads",
@@ -66,6 +72,9 @@ def check(
     own_time: Frame = needs(own_time),
     foreign_load: Maybe[Frame] = maybe(foreign_load),
     throttling: dict[int, float] = needs(throttling),
+    costly_lines: Maybe[Frame] = maybe(costly_lines),
+    breakdown: Maybe[Frame] = maybe(breakdown),
+    mean_step_ns: float = needs(mean_step_ns),
     job: Job = needs(JOB),
 ) -> Estimate:
     # A rank that is bound to a few cores of many shares these with its loader's workers.
@@ -82,6 +91,19 @@ def check(
         who = "" if others is None else f": programs outside the job used {digits(others['foreign'].max())} cores"
         if workers and others is not None and others["foreign"].max() < LITTLE * others["cores"].max():
             who = ""
+            # Where training waits for its data as well, `input_wait` names the line.
+            step = breakdown.or_none() if settings.on_cpu(job) else None
+            waited = {} if step is None else part(step, "input_wait")
+            looks = step is not None and waited.get(int(row["rank"]), 0.0) < NOTABLE_SHARE * mean_step_ns
+            line = costliest(costly_lines, int(row["rank"]), "worker") if looks else None
+            if line is not None and line.idiom is not None and row["children_cpu_cores"] >= _BUSY_WORKERS:
+                waits = by_rank(core_waits, "lost_ns")
+                return Estimate(
+                    saving_ns=saving(own_time, waits),
+                    by_rank_ns=waits,
+                    loses="waits for a core on which a loader worker computes",
+                    seen=(int(row["rank"]), line),
+                )
         with_workers = f", {count(workers, 'loader worker')}" if workers else ""
         trial = f"; what fewer threads or workers save is not known: {_trial(job, row, workers)}" if workers else ""
         raise NotMeasured(
@@ -100,7 +122,7 @@ def check(
         by_rank_ns=waits,
         noise_ns=own * float(row["noise_ns"]),
         loses="waits for a free core",
-        seen=int(row["rank"]),
+        seen=(int(row["rank"]), None),
     )
 
 
@@ -112,8 +134,10 @@ def explain(
     throttling: dict[int, float] = needs(throttling),
     job: Job = needs(JOB),
 ) -> Explanation:
-    rank = estimate.seen
+    rank, line = estimate.seen
     row = core_waits[core_waits["rank"] == rank].iloc[0]
+    if line is not None:
+        return _of_workers(job, row, line, core_waits, mean_step_ns)
     threads, cores, used = int(row["threads"]), int(row["cores"]), float(row["cpu_cores"])
     others = outside(sample_means)
     line = line_of(job, rank, "affinity" if settings.is_bound(job, rank) else "threads")
@@ -141,6 +165,24 @@ def explain(
         at_most=_left(job, rank, cores) < cores,
         sure=sure,
         where=() if line is None else (line,),
+    )
+
+
+def _of_workers(
+    job: Job, row: pd.Series[float], line: CostlyLine, core_waits: Frame, mean_step_ns: float
+) -> Explanation:
+    workers = settings.training_loader(job, int(row["rank"])).get("num_workers") or 0
+    return Explanation(
+        title="Loader workers take cores that training computes with",
+        summary=f"For {percent(row['waits_ns'] / mean_step_ns)} of the time the main thread of rank {int(row['rank'])}"
+        f" waits for a core: {count(workers, 'loader worker')} {'uses' if workers == 1 else 'use'}"
+        f" {digits(float(row['children_cpu_cores']))} of {count(int(row['cores']), 'core')}, and {line.does}.",
+        changes=(change(line.advice()), Change(_trial(job, row, workers), informs=True)),
+        evidence=table("Threads and cores", named(core_waits), _COLUMNS, _MOST_RANKS),
+        at_most=True,
+        sure="Counted by the kernel; estimated as its threads' waiting gone. What is left of the workers' work takes"
+        " cores as well.",
+        where=(line.place,),
     )
 
 
