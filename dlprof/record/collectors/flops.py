@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 from dlprof.plain import words_of
@@ -197,6 +198,23 @@ class Flops:
             self._recorder.warn(f"floating-point operations are not counted: {why}")
 
 
+# Layers of several products; and the frames in which one is looked for, from the operator outwards.
+_LAYERS, _MOST_DEEP = "/torch/nn/modules/transformer.py", 24
+
+
+def _in_layer() -> bool:
+    """Return whether what runs is called by a layer of PyTorch's of several products: no line of the script's can have
+    it leave rows out.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_MOST_DEEP):
+        file = "" if frame is None else frame.f_code.co_filename
+        if frame is None or file.endswith(_LAYERS) or not ("/torch/" in file or "/dlprof/" in file):
+            return file.endswith(_LAYERS)
+        frame = frame.f_back
+    return False
+
+
 def _obstacle(recorder: Recorder, untested: bool) -> str:
     """Return why this job must not be counted, or "" if it can be."""
     import torch
@@ -298,7 +316,7 @@ class _Counts:
                 if moves and phase in (BACKWARD, OPTIMIZER):
                     self.flows.wrote(out, tensors if phase == OPTIMIZER else [])
                 else:
-                    call = Call(name, dtype, shape, flops, moved, place, caller)
+                    call = Call(name, dtype, shape, flops, moved, place, caller, flops > 0 and _in_layer())
                     named = (*args, given) if given else args
                     self.flows.see(call, tensors, named, out, moves=moves, elementwise=elementwise, random=random)
             except Exception:  # noqa: BLE001 - an operator of an unknown form; the arithmetic is counted on

@@ -53,6 +53,7 @@ class Call(NamedTuple):
     moved: int  # bytes
     place: Place | None
     caller: Place | None = None  # the line that called the function that this one is in
+    fixed: bool = False  # within a layer of PyTorch's, which computes all rows
 
 
 @dataclass(slots=True, eq=False)
@@ -263,7 +264,7 @@ class Flows:
         found = [*self._found]
         for one in reversed(self._products):  # what reads a product has come after it
             one.settle()
-            if one.parts and one.used <= _LITTLE:
+            if one.parts and one.used <= _LITTLE and not one.call.fixed:
                 call = one.call._replace(place=one.to_change)
                 found += _kept("unused_rows", call, used=one.used, read_by=one.read_by)
         found += self._of_same(later=later)

@@ -26,8 +26,9 @@ frozen, tall, noisy, fine = (nn.Linear(64, k).requires_grad_(False) for k in (80
 partial, table = nn.Linear(64, 160).requires_grad_(False), torch.randn(64, 64)
 often = nn.ModuleList(nn.Linear(64, k) for k in (112, 120, 128))
 recurrent, around = nn.GRU(64, 32), nn.Linear(96, 96)
+encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 176, 0.0, batch_first=True, norm_first=True), 1)
 fewer, more, large = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 32, 1), nn.Conv2d(16, 4, 3)
-layers = [experts, often, recurrent, around, head, wide, thick, fewer, more, large]
+layers = [experts, often, recurrent, encoder, around, head, wide, thick, fewer, more, large]
 parameters = [weight, low, high, full, other, *(p for layer in layers for p in layer.parameters())]
 optimizer = torch.optim.AdamW(parameters)
 labels = torch.arange(32) % 48
@@ -40,6 +41,7 @@ def ignored_by_the_loss(x, pixels): return cross_entropy((head(x) * 2).float(), 
 def twice_the_same_rows(x, pixels):
     y = head(x)
     return y[:8].sum() + y[:8].mean()
+def of_a_whole_layer(x, pixels): return encoder(x.reshape(2, 16, 64))[:, 0].mean()
 def nearly_all(x, pixels): return cross_entropy(head(x)[:-1], labels[1:])
 def three_parts(x, pixels):
     q, k, v = wide(x).chunk(3, -1)
