@@ -37,7 +37,7 @@ torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook torchdata.stateful_dat
 CLASSES = """torch.Tensor torch.nn.Module torch.nn.parallel.DistributedDataParallel torch.optim.Optimizer
 torch.amp.GradScaler torch.nn.DataParallel torch.utils.data.DataLoader numpy.ndarray numpy.random.Generator
 pandas.DataFrame pandas.core.groupby.DataFrameGroupBy PIL.Image.Image logging.Logger io.TextIOWrapper threading.Event
-resource.struct_rusage"""
+resource.struct_rusage torch.distributed.fsdp.FSDPModule"""
 # What a keyword that stands alone may be of.
 TAKERS = """torch.utils.data.DataLoader torch.nn.parallel.DistributedDataParallel torch.optim.AdamW torch.compile
 torch.amp.GradScaler torch.distributed.fsdp.fully_shard torch.nn.Embedding torch.nn.MultiheadAttention torch.Tensor.to
