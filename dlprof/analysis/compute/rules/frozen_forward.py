@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dlprof.analysis import settings
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
-from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.modules.tree import module_means
 from dlprof.analysis.panel import table
@@ -50,8 +50,7 @@ def check(
     mine = mine[mine["backward_ns"] <= _NO_BACKWARD * mine["forward_ns"]]
     if not len(mine):
         return nothing("every part of the model is trained, or others are trained through it")
-    gone = by_rank(mine.assign(ns=mine["forward_ns"]), "ns")
-    gone = {rank: gone[max(gone)] if rank not in gone else gone[rank] for rank in job.ranks}
+    gone = dict.fromkeys(job.ranks, float(mine["forward_ns"].sum()))
     if settings.on_cpu(job):
         gone = in_all_steps(gone, cpu_parts.get(), cpu_work.get())
     return Estimate(gone_ns=gone, loses="goes to the forward pass of what is not trained", seen=mine)
