@@ -404,7 +404,7 @@ def test_the_buttons_copy_the_command_and_the_report_for_an_agent(opened: Open, 
     # The first is for the command, the next for what would let more be known, the last one for an agent.
     assert copied == [
         "dlprof try runs/ddp_resnet --change 1",
-        "dlprof wrap --shapes ddp_resnet.py",
+        "dlprof wrap --shapes -- torchrun --nproc-per-node=4 workloads/ddp_resnet.py --epochs 2",
         brief.markdown(results.ddp(), "runs/ddp_resnet", lambda _: None),
     ]
     assert complaints(browser) == []
