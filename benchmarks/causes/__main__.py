@@ -57,15 +57,15 @@ right were corrected after reading what was said; for the seventeen and the four
 one no line was asked, as its remedy is at the loader. Three starts that were too short to be looked at were made
 longer. Five scripts got their second core, without which idle cores are another mistake.
 
-Of the fourteen, the fourteen, the three times twelve and the three times ten, a line of the mistake was named at first
-sight in 9, 6, 10, 4, 7, 6, 9 and 5. All of them were looked at before the kinds of those that were not right were mended, so
-that none is left to say how far that carries. Those from `utterances` to `book_ratings` were recorded beside other
-work, in which threads waited for a core. What counts as right of the last six sets was written down before their
-reports were read, of the last its lines and remedies, and not its rules; of the first of these, two words and a rule
-were added to it (`session_gru`, `promoters`, `ant_ppo`), of the third a line (`solder_vit`), of the fifth a rule
-(`taxi_fleet`). What their author had called acceptable
-beforehand counts, too (`packed_chat`, `moth_pairs`, `tremor_rnn`, `film_graph`, `timit_phones`). The last two sets are
-of everyday mistakes, as their authors were asked for, the last one after no report in particular; the others are of any.
+Of the fourteen, the fourteen, the three times twelve and the three times ten, a line of the mistake was named at
+first sight in 9, 6, 10, 4, 7, 6, 9 and 5. All of them were looked at before the kinds of those that were not right
+were mended, so that none is left to say how far that carries. Those from `utterances` to `book_ratings` were recorded
+beside other work, in which threads waited for a core. What counts as right of the last six sets was written down
+before their reports were read, of the last its lines and remedies, and not its rules; of the first of these, two
+words and a rule were added to it (`session_gru`, `promoters`, `ant_ppo`), of the third a line (`solder_vit`), of the
+fifth a rule (`taxi_fleet`). What their author had called acceptable beforehand counts, too (`packed_chat`,
+`moth_pairs`, `tremor_rnn`, `film_graph`, `timit_phones`). The last two sets are of everyday mistakes, as their
+authors were asked for, the last one after no report in particular; the others are of any.
 
 The clock of a slow start begins after the import of PyTorch; what is predicted to be saved is set against that clock.
 

@@ -71,11 +71,11 @@ def holder(stacks: Sequence[Sequence[tuple[str, int]]], waiting: int) -> Holder 
     wanted = {taken.lock for taken in _taken(here.file) if taken.line == here.line}
     if len(wanted) != 1:
         return None
-    for number in sorted(range(len(stacks)), key=lambda n: n == waiting):
-        for file, line in stacks[number]:
+    for number, stack in enumerate(stacks):
+        for file, line in stack:
             for taken in _taken(file) if file == here.file else ():
                 if taken.lock in wanted and taken.holds(line):
-                    return Holder(number, Place(file, taken.line), Place(*stacks[number][0]))
+                    return Holder(number, Place(file, taken.line), Place(*stack[0]))
     return Holder(-1, here, here)
 
 

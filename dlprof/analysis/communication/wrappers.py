@@ -92,7 +92,6 @@ def buffer_copies(
     on_training_thread: Frame = needs(on_training_thread),
     timing: Timing = needs(timing),
     exchanges_on_host: bool = needs(exchanges_on_host),
-    exposed_communication: Maybe[iv.Intervals] = maybe(exposed_communication),
 ) -> pd.DataFrame:
     """Return what DDP's copies of buffers, into what is sent and back, take of a mean steady step: ns, one row.
 
@@ -108,7 +107,7 @@ def buffer_copies(
     known = after < len(modules)
     before = iv.merge(np.column_stack([begins[known], modules[after[known]]]))
     copies = iv.intersect(host.cover(spans, host.is_kind(spans, "op")), before)
-    spent = iv.intersect(iv.merge(windows), iv.subtract(copies, exposed_communication.get()))
+    spent = iv.intersect(iv.merge(windows), copies)
     return pd.DataFrame({"ns": [iv.total(spent) / iv.total(iv.merge(windows)) * timing.step_ns]})
 
 

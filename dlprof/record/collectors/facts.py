@@ -230,9 +230,8 @@ class Facts:
         if found:  # the models may be gone
             before, self._frozen = self._frozen, {}
             for path, weights in found.items():
-                first, changes = before.get(path, (weights, False))
-                now = None if weights is None or first is None else weights != first
-                self._frozen[path] = first, changes or now
+                first = before.get(path, (weights, False))[0]
+                self._frozen[path] = first, None if weights is None or first is None else weights != first
         return [{"module": path, "changes": changes} for path, (_, changes) in self._frozen.items()]
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pandas as pd
 import pytest
 
 from dlprof.analysis.communication.collectives import NO_COLLECTIVES
 from dlprof.analysis.communication.exchange_plans import (
+    _without_buffers,
     activations,
     exchange_plans,
     exposed_transfer,
@@ -409,6 +411,13 @@ def test_exchanges_before_the_optimizer_steps_are_needed_once(tmp_path: Path) ->
     assert found.evidence is not None
     # One bucket has nothing to hide behind.
     assert [row[1] for row in found.evidence.rows[:2]] == pytest.approx([40 * MS, 28 * MS])
+
+
+def test_without_buffers_their_copies_are_saved_too() -> None:
+    sent = pd.DataFrame({"collective": ["broadcast", "all_reduce"], "exposed_ns": [3.0, 1.0], "ranks": [2, 2]})
+    transfer, model = pd.Series({0: 4.0, 1: 8.0}), {"ddp": DDP}
+    (plan,) = _without_buffers(sent, "broadcast", model, transfer, {0: 10.0}, lambda gone: float(gone.max()))
+    assert plan.gain_ns == 0.75 * 4 + 10
 
 
 def test_a_sharded_model_that_accumulates_stays_whole_between_its_batches(tmp_path: Path) -> None:

@@ -337,19 +337,22 @@ def test_what_a_rule_says(tmp_path: Path, rule: Rule, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("children", "text", "device", "says"),
+    ("children", "text", "device", "fetch", "says"),
     [
-        pytest.param(2.0, "with zipfile.ZipFile(path) as archive:", {}, "open the archive once", id="known"),
-        pytest.param(2.0, "row = self.prepared(index)", {}, "", id="not known"),
-        pytest.param(0.1, "with zipfile.ZipFile(path) as archive:", {}, "", id="idle"),
-        pytest.param(2.0, "with zipfile.ZipFile(path) as archive:", CUDA, "", id="on a GPU"),
+        pytest.param(2.0, "with zipfile.ZipFile(path) as archive:", {}, 0, "open the archive once", id="known"),
+        pytest.param(2.0, "row = self.prepared(index)", {}, 0, "", id="not known"),
+        pytest.param(0.1, "with zipfile.ZipFile(path) as archive:", {}, 0, "", id="idle"),
+        pytest.param(2.0, "with zipfile.ZipFile(path) as archive:", CUDA, 0, "", id="on a GPU"),
+        pytest.param(2.0, "with zipfile.ZipFile(path) as archive:", {}, 300, "", id="training waits for data as well"),
     ],
 )
 def test_workers_that_compute_on_the_cores_of_the_training(
-    tmp_path: Path, children: float, text: str, device: dict[str, Any], says: str
+    tmp_path: Path, children: float, text: str, device: dict[str, Any], fetch: int, says: str
 ) -> None:
     more = {"pid": 10, "directory": "/w/"} | ({"device": device} if device else {})
-    path = crowded(tmp_path / "run", 0.3, 0.3, threads=4, workers=3, ours=4.0, children=children, more=more)
+    path = crowded(
+        tmp_path / "run", 0.3, 0.3, threads=4, workers=3, ours=4.0, children=children, fetch=fetch, more=more
+    )
     worker = 'process 10:"";process 11:"";thread (0x2): MainThread'
     worker += ";_worker_loop (/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py:350)"
     made = f"{worker};fetch (/lib/python3.11/site-packages/torch/utils/data/_utils/fetch.py:52)"

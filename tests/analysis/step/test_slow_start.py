@@ -34,9 +34,11 @@ BACKWARD, FORWARD = STEP.format("backward", "_tensor.py"), STEP.format("_call_im
 SCANS = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:5)'
 SCANNED = f"{SCANS};scanned (/w/data.py:{{}})"
 OTHER = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:6);scanned (/w/data.py:60)'
+ALSO = LOADS.replace("<module> (/w/train.py:3)", "<module> (/w/train.py:8);texts (/w/data.py:70)")
 CUT = 'process 7:"";thread (7): MainThread;read (/lib/python3/site-packages/pandas/io/x.py:9)'
 ENDS = f'process 7:"";thread (7): MainThread;<module> (/w/train.py:15);_shutdown_workers ({DATALOADER}:1600)'
 TEXTS = [["/w/train.py", 3, "frame = pd.read_csv(path)"], ["/w/data.py", 5, "with lock:"]]
+TEXTS += [["/w/data.py", 70, "frame = pd.read_csv(other)"]]
 
 
 def run(
@@ -71,6 +73,10 @@ def place(found: Outcome) -> str:
         pytest.param(20, 0, {LOADS: 300, WAITS: 100}, ("train.py:3", "keep the arrays", 15 / 33), id="a set-up"),
         # The workers' line, not the one that waits for them: 15 of 28 s.
         pytest.param(5, 10, {WAITS: 300, STANDS: 600}, ("data.py:5", "spawn", 15 / 28), id="a first batch"),
+        # Half of the stacks in one line, and a quarter in another function's that does the same.
+        pytest.param(
+            20, 0, {LOADS: 200, ALSO: 100, WAITS: 100}, ("train.py:3", "keep the arrays", 15 / 33), id="twice"
+        ),
         pytest.param(0.5, 0, {LOADS: 100}, None, id="a short start"),
         # Of 400: 300 below one line of the script's, 40 below another one; those that are cut off say nothing.
         pytest.param(
