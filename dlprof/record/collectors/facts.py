@@ -226,8 +226,9 @@ class Facts:
         """Return the outermost modules of which no parameter wants a gradient: module, and changes: whether its weights
         are others than when it was first seen, as of an average of another model's; None: that is not known.
         """
-        found = _ask(_without_gradients, alive(models), name="which parameters are frozen")
-        if found:  # the models may be gone
+        here = alive(models)
+        found = _ask(_without_gradients, here, name="which parameters are frozen")
+        if here and found is not None:  # of models that are gone, what was seen last stays
             before, self._frozen = self._frozen, {}
             for path, weights in found.items():
                 first = before.get(path, (weights, False))[0]

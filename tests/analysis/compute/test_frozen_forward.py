@@ -118,3 +118,13 @@ def test_a_twin_of_what_is_trained_may_be_its_average() -> None:
     assert _weights([here], twin=True) is not None
     with torch.inference_mode():
         assert _weights([torch.zeros(4)], twin=False) is None
+
+
+def test_a_part_that_is_trained_from_some_step_on_is_frozen_no_more() -> None:
+    torch = pytest.importorskip("torch")
+    from dlprof.record.collectors.facts import Facts
+
+    model, collector = torch.nn.Linear(8, 8).requires_grad_(False), Facts()
+    assert collector._frozen_parts([lambda: model]) == told(("(Linear)", False))
+    model.requires_grad_()
+    assert collector._frozen_parts([lambda: model]) == []
