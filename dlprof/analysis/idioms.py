@@ -54,6 +54,9 @@ class Idiom(Struct, frozen=True):
         return calls >= self.often and all(re.match(self.only, name) for name in operators)
 
 
+# A line that differentiates: what it creates is differentiated once more in the backward pass.
+JACOBIAN = "jacobian_by_rows"
+
 _PYTORCH = "https://docs.pytorch.org/docs/stable/"
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
 
@@ -1021,7 +1024,7 @@ IDIOMS: tuple[Idiom, ...] = (
         source=r"\bin .*\bautograd\.grad\(|\.split\(1\)",
     ),
     Idiom(
-        "jacobian_by_rows",
+        JACOBIAN,
         "computes a Jacobian with a backward pass for each of its rows",
         "all rows at once: `torch.autograd.grad(y, x, rows, is_grads_batched=True)`, or"
         " `torch.func.vmap(torch.func.jacrev(f))(x)`; of one linear layer and its activation, the closed form of the"

@@ -26,7 +26,7 @@ from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.errors import NotMeasured
 
 _AT = ("phase", "after", "file", "line", "function", "source", "calls")
-_COLUMNS = [*_AT, "operators", "forward_ns", "backward_ns", "of_ns", "gain_ns"]
+_COLUMNS = [*_AT, "operators", "forward_ns", "backward_ns", "of_ns", "second_ns", "gain_ns"]
 
 # Of lines with less than this share of what all operators take, no gain is replayed.
 _NOTABLE = 0.05
@@ -44,24 +44,25 @@ def line_work(
     shorter_kernels: Maybe[Callable[..., float]] = maybe(shorter_kernels),
 ) -> pd.DataFrame:
     """Return the lines that call operators, the one that takes most first: phase, after, file, line, function, source,
-    calls, operators (their names), forward_ns, backward_ns, of_ns (what all operators take) and gain_ns.
+    calls, operators (their names), forward_ns, backward_ns, of_ns (what all operators take), second_ns and gain_ns.
 
     Times are those of a mean steady traced step, ns: on a device of the kernels that the operators launch, on a CPU of
     the operators themselves. Lines that call operators of one name share its time by the bytes that they move there,
     else by their calls. `gain_ns`: how much shorter the step were without them: on a device by a replay; NaN where that
-    is little. Raises NotMeasured where no step's operators were counted.
+    is little. `second_ns`: what the functions of the backward pass take that differentiate another one's operators, as
+    after `torch.autograd.grad(…, create_graph=True)`. Raises NotMeasured where no step's operators were counted.
     """
     lines = [one for one in (rank.facts.get("flops") or {}).get("lines") or [] if {*_AT} <= {*one}]
     called = [_numbers(one.get("operators")) for one in lines]
     if not any(called):
         raise NotMeasured("no step's operators were counted by line")
     names = {name for of in called for name in of}
-    name, backward = _operators(operator_work["owner"].to_numpy(), spans, is_on_device, outer_operators, names)
+    name, backward, second = _operators(operator_work["owner"].to_numpy(), spans, is_on_device, outer_operators, names)
     code, of = pd.factorize(name)
     took = operator_work["dur_ns"].to_numpy() / max(len(timing.windows), 1)
     sums = np.bincount(2 * code + backward, took, 2 * len(of)).reshape(-1, 2)
     ns = {(str(n), part): float(each[int(part)]) for n, each in zip(of, sums, strict=True) for part in (False, True)}
-    of_ns = float(sums.sum())
+    of_ns, second_ns = float(sums.sum()), float(took[second].sum())
     rows = []
     for one, shares in zip(lines, _shares(called, [_numbers(one.get("moved")) for one in lines]), strict=True):
         forward, back = (sum(ns.get((n, part), 0.0) * share for n, share in shares.items()) for part in (False, True))
@@ -72,7 +73,7 @@ def line_work(
             kept = 1.0 - np.array([shares.get(str(n), 0.0) for n in of])
             left = pd.Series(kept[code], operator_work.index).reindex(kernels.get().index, fill_value=1.0)
             gain = shorter((left < 1.0).to_numpy(), left.to_numpy())
-        rows.append((*(one[key] for key in _AT), " ".join(shares), forward, back, of_ns, gain))
+        rows.append((*(one[key] for key in _AT), " ".join(shares), forward, back, of_ns, second_ns, gain))
     frame = pd.DataFrame(rows, columns=_COLUMNS)
     order = (frame["forward_ns"] + frame["backward_ns"]).sort_values(ascending=False, kind="stable").index
     return frame.loc[order].reset_index(drop=True)
@@ -100,8 +101,9 @@ def _operators(
     is_on_device: NDArray[np.bool_],
     outer: NDArray[np.int64],
     names: set[str],
-) -> tuple[NDArray[np.object_], NDArray[np.bool_]]:
-    """Return the operator among `names` that each row's work is of ("": none), and whether in the backward pass.
+) -> tuple[NDArray[np.object_], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return the operator among `names` that each row's work is of ("": none), whether in the backward pass, and whether
+    in a function that an operator of another function made.
 
     `owner`: the rows of the innermost operators. What a function of the backward pass does is of the operator that made
     the function.
@@ -114,7 +116,8 @@ def _operators(
     backward = function >= 0
     if len(functions):
         of[backward] = made_by[np.searchsorted(functions, function[backward])]
-    return counted_operator(of, spans, outer, names), backward
+    second = backward & (_first(of, outer, is_function) >= 0)
+    return counted_operator(of, spans, outer, names), backward, second
 
 
 def _first(rows: NDArray[np.int64], outer: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -88,7 +88,7 @@ JACOBIAN = "(row,) = torch.autograd.grad(y[:, n].sum(), x, create_graph=True)"
 @pytest.mark.parametrize(
     ("beside", "function", "line", "places", "took"),
     [
-        (JACOBIAN, "penalty", 9, [9, 10], 75.0),  # what is done with each row is part of it
+        (JACOBIAN, "penalty", 9, [9, 10], 95.0),  # what is done with each row is part of it, and its second derivatives
         (JACOBIAN, "penalty", 6, [], 0.0),  # too far away
         (JACOBIAN, "another", 9, [], 0.0),
         ("mask = torch.tril(torch.ones(n, n))", "penalty", 9, [], 0.0),  # whose time is its own
@@ -97,7 +97,7 @@ JACOBIAN = "(row,) = torch.autograd.grad(y[:, n].sum(), x, create_graph=True)"
 def test_a_line_is_known_by_one_beside_it_of_which_it_is_part(
     beside: str, function: str, line: int, places: list[int], took: float
 ) -> None:
-    at = {"rank": 0, "file": "/w/train.py", "phase": "", "of_ns": 100.0, "calls": 80, "operators": "aten::sum"}
+    at = {"rank": 0, "file": "/w/train.py", "phase": "", "of_ns": 100.0, "second_ns": 20.0, "calls": 80, "operators": "aten::sum"}
     known = {"line": line, "function": function, "source": beside, "forward_ns": 5.0, "backward_ns": 0.0}
     costly = {"line": 10, "function": "penalty", "source": "total = total + row.square().sum()"}
     rows = [
@@ -108,6 +108,17 @@ def test_a_line_is_known_by_one_beside_it_of_which_it_is_part(
     assert [(ns, [line.place.line, *(one.line for one in line.callers)]) for ns, _, line in found.values()] == (
         [(took, places)] if places else []
     )
+
+
+@pytest.mark.parametrize(
+    ("function", "rank", "ns"), [("penalty", 0, 15.0), ("another", 0, 0.0), ("penalty", 1, 0.0)], ids=str
+)
+def test_a_line_that_differentiates_has_what_grad_takes(function: str, rank: int, ns: float) -> None:
+    at = {"rank": 0, "doing": "backward", "function": "penalty", "of": 80}
+    rows = [at | {"idiom": idioms.JACOBIAN, "samples": 30}, at | {"idiom": "", "samples": 40}]
+    phases = pd.DataFrame({"rank": 0, "phase": ["backward", "rest"], "ns": [40.0, 90.0]})
+    line = CostlyLine(Place("train.py", 9, function), (), 0.5, JACOBIAN, idioms.BY_NAME[idioms.JACOBIAN])
+    assert costly_line._in_grad(pd.DataFrame(rows), phases, rank, line) == ns
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,9 @@ def check(
         traced = _traced(lines)
         all_ns = in_all_steps({rank: took for rank, (took, *_) in traced.items()}, parts, cpu_work.get())
         found = {rank: (all_ns[rank], phase, line) for rank, (_, phase, line) in traced.items()}
-        if costly_lines.or_none() is not None and phases_of_step.or_none() is not None:
-            for rank, seen in _seen(costly_lines, phases_of_step.get(), call_sites, lines).items():
+        if (stacks := costly_lines.or_none()) is not None and (phases := phases_of_step.or_none()) is not None:
+            found = {rank: (ns + _in_grad(stacks, phases, rank, line), "", line) for rank, (ns, _, line) in found.items()}
+            for rank, seen in _seen(costly_lines, phases, call_sites, lines).items():
                 found[rank] = max(found.get(rank, seen), seen, key=lambda one: one[0])
     if not found:
         return nothing("no line of the model is known to do needless work")
@@ -84,6 +85,7 @@ def _traced(lines: Frame) -> _Found:
                 also = (place,) if one["other"] else ()
                 line = CostlyLine(at, also, float(ns.sum()) / row["of_ns"], one["source"], known)
                 took = row["gain_ns"] + float(ns[~own].sum())
+                took += row["second_ns"] if known.name == idioms.JACOBIAN else 0.0
                 found[rank] = max(found.get(rank, (0.0, "", line)), (took, "", line), key=lambda of: of[0])
                 break
     return found
@@ -93,6 +95,14 @@ def _near(lines: Frame, rank: int, place: Place) -> Frame:
     """Return the rows of a line and of those around it in its function."""
     near = lines[(lines["rank"] == rank) & (lines["function"] == place.function)]
     return near[near["file"].astype(str).str.endswith(place.file) & ((near["line"] - place.line).abs() <= AROUND)]
+
+
+def _in_grad(stacks: Frame, phases: Frame, rank: int, line: CostlyLine) -> float:
+    """Return what the calls of `grad` in a line's function take of a step on a CPU, by the stacks that py-spy saw, ns."""
+    mine = stacks[(stacks["rank"] == rank) & (stacks["doing"] == "backward")]
+    there = (mine["function"] == line.place.function) & (mine["idiom"] == idioms.JACOBIAN)
+    ns = phases.loc[(phases["rank"] == rank) & (phases["phase"] == "backward"), "ns"].sum()
+    return float(ns * mine.loc[there, "samples"].sum() / max(mine["of"].max(), 1)) if there.any() else 0.0
 
 
 def _seen(
