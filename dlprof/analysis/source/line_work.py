@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis.compute.kernels import counted_operator, kernels, outer_operators, shorter_kernels
 from dlprof.analysis.compute.operators import operator_work
-from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
+from dlprof.analysis.engine import RANK, Frame, Maybe, RankFacts, across_ranks, maybe, needs, per_rank, within_rank
 from dlprof.analysis.modules.frames import forward_rows
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.host import is_on_device
@@ -32,13 +33,62 @@ _COLUMNS = [*_AT, "operators", "forward_ns", "backward_ns", "of_ns", "second_ns"
 _NOTABLE = 0.05
 
 
-@per_rank
-def line_work(
+class OperatorPasses(Struct, frozen=True):
+    """Of each row of `operator_work`: the name of the operator that it is of ("": none of those that the script's lines
+    call), whether it is work of the backward pass, and of a function that an operator of another function made.
+
+    `ns`: what a mean steady traced step takes for an operator's name in the forward pass (False) and the backward one;
+    `moved`: the bytes that those which the lines call move, by name.
+    """
+
+    name: NDArray[np.object_]
+    backward: NDArray[np.bool_]
+    second: NDArray[np.bool_]
+    took: NDArray[np.float64]
+    ns: Mapping[tuple[str, bool], float]
+    moved: Mapping[str, int]
+
+    def of(self, moved: Mapping[str, Any], *, trains: bool) -> float:
+        """Return what operators take of a step that move so many bytes in the forward pass, ns.
+
+        `trains`: with their part of the backward pass.
+        """
+        ns = {n: self.ns.get((n, False), 0.0) + trains * self.ns.get((n, True), 0.0) for n in moved}
+        return sum(took * min(float(moved[n]) / max(self.moved.get(n, 0), 1), 1.0) for n, took in ns.items())
+
+
+@within_rank
+def operator_passes(
     operator_work: Frame = needs(operator_work),
     spans: Frame = needs(schema.SPANS),
     is_on_device: NDArray[np.bool_] = needs(is_on_device),
     outer_operators: NDArray[np.int64] = needs(outer_operators),
     timing: Timing = needs(timing),
+    rank: RankFacts = needs(RANK),
+) -> OperatorPasses:
+    """Return what the operators that the script's lines call take in the forward pass and in the backward pass.
+
+    Raises NotMeasured where no step was counted by line.
+    """
+    called, moved = ([_numbers(one.get(what)) for one in _lines(rank)] for what in ("operators", "moved"))
+    if not any(called):
+        raise NotMeasured("no step's operators were counted by line")
+    names = {name for of in called for name in of}
+    name, backward, second = _operators(operator_work["owner"].to_numpy(), spans, is_on_device, outer_operators, names)
+    code, of = pd.factorize(name)
+    took = operator_work["dur_ns"].to_numpy() / max(len(timing.windows), 1)
+    sums = np.bincount(2 * code + backward, took, 2 * len(of)).reshape(-1, 2)
+    ns = {(str(n), part): float(each[int(part)]) for n, each in zip(of, sums, strict=True) for part in (False, True)}
+    sizes = Counter[str]()
+    for one in moved:
+        sizes.update(one)
+    return OperatorPasses(name, backward, second, took, ns, sizes)
+
+
+@per_rank
+def line_work(
+    operator_passes: OperatorPasses = needs(operator_passes),
+    operator_work: Frame = needs(operator_work),
     rank: RankFacts = needs(RANK),
     kernels: Maybe[Frame] = maybe(kernels),
     shorter_kernels: Maybe[Callable[..., float]] = maybe(shorter_kernels),
@@ -50,22 +100,15 @@ def line_work(
     the operators themselves. Lines that call operators of one name share its time by the bytes that they move there,
     else by their calls. `gain_ns`: how much shorter the step were without them: on a device by a replay; NaN where that
     is little. `second_ns`: what the functions of the backward pass take that differentiate another one's operators, as
-    after `torch.autograd.grad(…, create_graph=True)`. Raises NotMeasured where no step's operators were counted.
+    after `torch.autograd.grad(…, create_graph=True)`. Raises NotMeasured where no step was counted by line.
     """
-    lines = [one for one in (rank.facts.get("flops") or {}).get("lines") or [] if {*_AT} <= {*one}]
-    called = [_numbers(one.get("operators")) for one in lines]
-    if not any(called):
-        raise NotMeasured("no step's operators were counted by line")
-    names = {name for of in called for name in of}
-    name, backward, second = _operators(operator_work["owner"].to_numpy(), spans, is_on_device, outer_operators, names)
-    code, of = pd.factorize(name)
-    took = operator_work["dur_ns"].to_numpy() / max(len(timing.windows), 1)
-    sums = np.bincount(2 * code + backward, took, 2 * len(of)).reshape(-1, 2)
-    ns = {(str(n), part): float(each[int(part)]) for n, each in zip(of, sums, strict=True) for part in (False, True)}
-    of_ns, second_ns = float(sums.sum()), float(took[second].sum())
+    passes, lines = operator_passes, _lines(rank)
+    code, of = pd.factorize(passes.name)
+    of_ns, second_ns = sum(passes.ns.values()), float(passes.took[passes.second].sum())
+    called, moved = ([_numbers(one.get(what)) for one in lines] for what in ("operators", "moved"))
     rows = []
-    for one, shares in zip(lines, _shares(called, [_numbers(one.get("moved")) for one in lines]), strict=True):
-        forward, back = (sum(ns.get((n, part), 0.0) * share for n, share in shares.items()) for part in (False, True))
+    for one, shares in zip(lines, _shares(called, moved), strict=True):
+        forward, back = (sum(passes.ns.get((n, p), 0.0) * share for n, share in shares.items()) for p in (False, True))
         gain = forward + back
         if gain < _NOTABLE * of_ns:
             gain = math.nan
@@ -77,6 +120,10 @@ def line_work(
     frame = pd.DataFrame(rows, columns=_COLUMNS)
     order = (frame["forward_ns"] + frame["backward_ns"]).sort_values(ascending=False, kind="stable").index
     return frame.loc[order].reset_index(drop=True)
+
+
+def _lines(rank: RankFacts) -> list[dict[str, Any]]:
+    return [one for one in (rank.facts.get("flops") or {}).get("lines") or [] if {*_AT} <= {*one}]
 
 
 def _numbers(found: Any) -> dict[str, int]:
@@ -102,7 +149,7 @@ def _operators(
     outer: NDArray[np.int64],
     names: set[str],
 ) -> tuple[NDArray[np.object_], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return the operator among `names` that each row's work is of ("": none), whether in the backward pass, and whether
+    """Return the operator among `names` that each row is work of ("": none), whether in the backward pass, and whether
     in a function that an operator of another function made.
 
     `owner`: the rows of the innermost operators. What a function of the backward pass does is of the operator that made

@@ -7,13 +7,14 @@ import math
 import sys
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from dlprof.analysis import idioms
-from dlprof.analysis.compute.rules import costly_line
+from dlprof.analysis.compute.rules import costly_line, needless_products
 from dlprof.analysis.source.line_shares import CostlyLine
-from dlprof.analysis.source.line_work import _shares
+from dlprof.analysis.source.line_work import OperatorPasses, _shares
 from dlprof.result import Place
 from tests.fixtures.jobs import COMPILES_NOTHING, launch, wrapped
 from tests.fixtures.runs import MS
@@ -97,7 +98,15 @@ JACOBIAN = "(row,) = torch.autograd.grad(y[:, n].sum(), x, create_graph=True)"
 def test_a_line_is_known_by_one_beside_it_of_which_it_is_part(
     beside: str, function: str, line: int, places: list[int], took: float
 ) -> None:
-    at = {"rank": 0, "file": "/w/train.py", "phase": "", "of_ns": 100.0, "second_ns": 20.0, "calls": 80, "operators": "aten::sum"}
+    at = {
+        "rank": 0,
+        "file": "/w/train.py",
+        "phase": "",
+        "of_ns": 100.0,
+        "second_ns": 20.0,
+        "calls": 80,
+        "operators": "aten::sum",
+    }
     known = {"line": line, "function": function, "source": beside, "forward_ns": 5.0, "backward_ns": 0.0}
     costly = {"line": 10, "function": "penalty", "source": "total = total + row.square().sum()"}
     rows = [
@@ -119,6 +128,25 @@ def test_a_line_that_differentiates_has_what_grad_takes(function: str, rank: int
     phases = pd.DataFrame({"rank": 0, "phase": ["backward", "rest"], "ns": [40.0, 90.0]})
     line = CostlyLine(Place("train.py", 9, function), (), 0.5, JACOBIAN, idioms.BY_NAME[idioms.JACOBIAN])
     assert costly_line._in_grad(pd.DataFrame(rows), phases, rank, line) == ns
+
+
+@pytest.mark.parametrize(
+    ("kind", "trains", "gone"),
+    [
+        ("repeated", True, 3 / 4 * (8 + 20) + 2.0),  # of what the forward pass moves, and as much of the backward pass
+        ("repeated", False, 3 / 4 * 8 + 2.0),
+        ("constant", False, 3 / 4 * 8 + 2.0),
+    ],
+)
+def test_what_is_computed_again_takes_its_part_of_the_backward_pass(kind: str, trains: bool, gone: float) -> None:
+    none = np.array([])
+    ns = {("aten::matrix_exp", False): 8.0, ("aten::matrix_exp", True): 20.0, ("aten::tril", False): 2.0}
+    passes = OperatorPasses(none, none, none, none, ns, {"aten::matrix_exp": 400, "aten::tril": 40})
+    flow = {"kind": kind, "used": 0.0, "shape": "", "calls": 1, "trains": trains}
+    flow["moved"] = {"aten::matrix_exp": 300, "aten::tril": 50, "aten::unknown": 7}
+    operators = pd.DataFrame({"operator": ["aten::matrix_exp"], "shape": [""], "calls": [4], "ns": [99.0]})
+    row = needless_products._row(flow, operators, {"aten::matrix_exp": 800.0}, 3, passes)
+    assert row["gone_ns"] == pytest.approx(gone)
 
 
 @pytest.mark.parametrize(

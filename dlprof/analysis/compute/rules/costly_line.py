@@ -53,7 +53,9 @@ def check(
         all_ns = in_all_steps({rank: took for rank, (took, *_) in traced.items()}, parts, cpu_work.get())
         found = {rank: (all_ns[rank], phase, line) for rank, (_, phase, line) in traced.items()}
         if (stacks := costly_lines.or_none()) is not None and (phases := phases_of_step.or_none()) is not None:
-            found = {rank: (ns + _in_grad(stacks, phases, rank, line), "", line) for rank, (ns, _, line) in found.items()}
+            found = {
+                rank: (ns + _in_grad(stacks, phases, rank, line), "", line) for rank, (ns, _, line) in found.items()
+            }
             for rank, seen in _seen(costly_lines, phases, call_sites, lines).items():
                 found[rank] = max(found.get(rank, seen), seen, key=lambda one: one[0])
     if not found:
@@ -98,7 +100,7 @@ def _near(lines: Frame, rank: int, place: Place) -> Frame:
 
 
 def _in_grad(stacks: Frame, phases: Frame, rank: int, line: CostlyLine) -> float:
-    """Return what the calls of `grad` in a line's function take of a step on a CPU, by the stacks that py-spy saw, ns."""
+    """Return what the calls of `grad` in a line's function take of a step on a CPU by its stacks, ns."""
     mine = stacks[(stacks["rank"] == rank) & (stacks["doing"] == "backward")]
     there = (mine["function"] == line.place.function) & (mine["idiom"] == idioms.JACOBIAN)
     ns = phases.loc[(phases["rank"] == rank) & (phases["phase"] == "backward"), "ns"].sum()

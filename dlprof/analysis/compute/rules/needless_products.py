@@ -37,6 +37,7 @@ from dlprof.analysis.compute.operators import operator_work, operators
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
+from dlprof.analysis.source.line_work import OperatorPasses, operator_passes
 from dlprof.analysis.step.breakdown import breakdown, part, part_least, part_noise
 from dlprof.analysis.timeline.steps import Timing, mean_step_ns, timing
 from dlprof.errors import NotMeasured
@@ -127,6 +128,7 @@ def needless_products(
     operator_work: Frame = needs(operator_work),
     spans: Frame = needs(schema.SPANS),
     timing: Timing = needs(timing),
+    operator_passes: Maybe[OperatorPasses] = maybe(operator_passes),
     rank: RankFacts = needs(RANK),
 ) -> pd.DataFrame:
     """Return the products of a traced step that need not be so large, a row for each line, operator and shape.
@@ -139,7 +141,11 @@ def needless_products(
         raise NotMeasured("no step was counted in which results are followed (--flops on)")
     passes = 3 if flops.get("backward") else 1
     moved = {str(one["operator"]): float(one["bytes"]) for one in flops.get("moved") or ()}
-    rows = [_row(one, operators, moved, passes) for one in flows if one.get("kind") in {*_KINDS} - {*_FORMS}]
+    rows = [
+        _row(one, operators, moved, passes, operator_passes.or_none())
+        for one in flows
+        if one.get("kind") in {*_KINDS} - {*_FORMS}
+    ]
     if forms := [one for one in flows if one.get("kind") in _FORMS]:
         longest = longest_calls(operator_work, spans, len(timing.windows))
         rows += [row for one in forms if (row := _convolution(one, operators, longest))["gone_ns"] > 0]
@@ -147,7 +153,13 @@ def needless_products(
     return pd.DataFrame(rows, columns=list(dict.fromkeys(names)))
 
 
-def _row(flow: Mapping[str, Any], operators: pd.DataFrame, moved: Mapping[str, float], passes: int) -> dict[str, Any]:
+def _row(
+    flow: Mapping[str, Any],
+    operators: pd.DataFrame,
+    moved: Mapping[str, float],
+    passes: int,
+    known: OperatorPasses | None,
+) -> dict[str, Any]:
     kind, used = str(flow["kind"]), float(flow["used"])
     ns = _took(operators, str(flow["shape"]), int(flow["calls"]))
     factors = flow.get("factors") or ["", ""]
@@ -159,9 +171,11 @@ def _row(flow: Mapping[str, Any], operators: pd.DataFrame, moved: Mapping[str, f
         elif flow.get("read_by") == "aten::mul":
             kind = _TIMES_ZERO
     elif kind in ("repeated", "constant"):
-        # Where it has a gradient, elementwise operators have one that takes as long.
-        gone = (passes if flow.get("trains") else 1) * ns
-        gone += (2 if flow.get("trains") and passes > 1 else 1) * _moving(flow, operators, moved, 1)
+        trains = bool(flow.get("trains")) and passes > 1
+        gone = (passes if trains else 1) * ns
+        # Where it has a gradient, and the trace does not say whose that is, it takes as long.
+        left = (1 + trains) * _moving(flow, operators, moved, 1)
+        gone += left if known is None else known.of(flow.get("moved") or {}, trains=trains)
         used = float("nan")
     elif kind == "low_rank":  # the gradient of the weight takes what the forward pass does
         gone = ns * (passes > 1) + passes * _took(operators, str(factors[1]), int(flow["calls"]))
