@@ -56,6 +56,10 @@ class OperatorPasses(Struct, frozen=True):
         ns = {n: self.ns.get((n, False), 0.0) + trains * self.ns.get((n, True), 0.0) for n in moved}
         return sum(took * min(float(moved[n]) / max(self.moved.get(n, 0), 1), 1.0) for n, took in ns.items())
 
+    def named(self, starts: tuple[str, ...], *, trains: bool) -> float:
+        """Return what all operators take of a step whose names start so, as above."""
+        return sum(took for (n, back), took in self.ns.items() if n.startswith(starts) and (trains or not back))
+
 
 @within_rank
 def operator_passes(

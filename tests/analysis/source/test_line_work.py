@@ -149,6 +149,16 @@ def test_what_is_computed_again_takes_its_part_of_the_backward_pass(kind: str, t
     assert row["gone_ns"] == pytest.approx(gone)
 
 
+def test_scores_in_a_loss_have_its_whole_backward_pass() -> None:
+    none = np.array([])
+    ns = {("aten::_log_softmax", False): 8.0, ("aten::_log_softmax", True): 12.0, ("aten::nll_loss_forward", True): 4.0}
+    passes = OperatorPasses(none, none, none, none, ns | {("aten::sum", True): 50.0}, {})
+    flow = {"kind": "unused_rows", "used": 0.25, "shape": "", "calls": 1, "read_by": "aten::nll_loss_forward"}
+    operators = pd.DataFrame({"operator": ["aten::sum"], "shape": [""], "calls": [4], "ns": [99.0]})
+    rows = [needless_products._row(flow, operators, {}, n, passes)["gone_ns"] for n in (3, 1)]
+    assert rows == [0.75 * 24, 0.75 * 8]
+
+
 @pytest.mark.parametrize(
     ("called", "moved", "shares"),
     [

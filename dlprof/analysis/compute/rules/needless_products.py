@@ -167,7 +167,8 @@ def _row(
         gone = passes * ns * (1 - used)
         if str(flow.get("read_by")).startswith("aten::nll_loss"):
             kind = _IN_A_LOSS
-            gone += float(operators.loc[operators["operator"].str.startswith(_SOFTMAX), "ns"].sum()) * (1 - used)
+            alone = float(operators.loc[operators["operator"].str.startswith(_SOFTMAX), "ns"].sum())
+            gone += (1 - used) * (alone if known is None else known.named(_SOFTMAX, trains=passes > 1))
         elif flow.get("read_by") == "aten::mul":
             kind = _TIMES_ZERO
     elif kind in ("repeated", "constant"):
