@@ -147,6 +147,8 @@ STALLS = Table(
     phase=CATEGORY,  # phase of the step: fetch, forward, backward, optimizer, rest
     reason=CATEGORY,  # why a function was compiled again; "": it was not
     count="int64",
+    values_bytes="int64",  # of the tensors of a checkpoint, and of the storages they are in; -1: any other, or unknown
+    storage_bytes="int64",
 )
 
 # Waits of the training thread for its loaders, and fetches of batches, each in order of time. A row stands for `count`

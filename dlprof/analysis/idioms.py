@@ -1145,3 +1145,8 @@ def known(source: str, frames: tuple[str, ...], doing: str) -> Idiom | None:
 
 
 BY_NAME: Mapping[str, Idiom] = {one.name: one for one in IDIOMS}
+
+
+def of_advice(text: str) -> str:
+    """Return the name of what a line does, of which advice begins with the remedy; "": none."""
+    return next((one.name for one in IDIOMS if text.startswith(one.remedy)), "")

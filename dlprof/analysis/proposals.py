@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dlprof.analysis import idioms
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Rule
 from dlprof.analysis.host.parts import ALL, host_parts
@@ -23,7 +24,7 @@ from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.step.savings import saving as replay
 from dlprof.analysis.step.whole_job import loop_step_ns, run_step_ns
 from dlprof.analysis.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.result import TIMELESS, Change, Outcome, Proposal, RunPart, Scope, Setting, Together
+from dlprof.result import TIMELESS, Outcome, Proposal, RunPart, Scope, Together
 from dlprof.result.tried import Attempt, Gain, Tried
 
 # A part of a saving, ns, and the categories of `time` that it comes out of; a finding with the pieces of its saving.
@@ -126,16 +127,12 @@ def _host_once(basis: Basis, found: list[Found], of_host: Collection[str]) -> li
 
 
 def _once(found: Sequence[Found]) -> list[Found]:
-    """Leave out a finding if the first change of a larger one sets the same: that change is made once."""
-    kept: dict[frozenset[Setting], Found] = {}
-    others = []
-    for one in sorted(found, key=lambda of: -of[0].saving_ns):
+    """Leave out a finding if the first change of a larger one sets the same, or is of the same lines."""
+    kept: dict[object, Found] = {}
+    for n, one in enumerate(sorted(found, key=lambda of: -of[0].saving_ns)):
         sets = frozenset(one[0].changes[0].settings) if one[0].changes else frozenset()
-        if sets:
-            kept.setdefault(sets, one)
-        else:
-            others.append(one)
-    return [*kept.values(), *others]
+        kept.setdefault(sets or (_lines(one[0]) if one[0].changes else None) or n, one)
+    return [*kept.values()]
 
 
 def _overlapping(pieces: Iterable[Piece]) -> list[tuple[frozenset[str], list[float]]]:
@@ -190,7 +187,7 @@ def proposals(
     groups: dict[object, list[Found]] = {}
     for one in found:
         if one[0].changes and not one[0].changes[0].informs:
-            groups.setdefault(_key(one[0].changes[0]), []).append(one)
+            groups.setdefault(_key(one[0]), []).append(one)
     run_ns = sum(part.ns for part in budget)
     made: list[Proposal] = []
     before: list[Found] = []
@@ -208,10 +205,18 @@ def proposals(
     return tuple(made)
 
 
-def _key(change: Change) -> object:
-    """Return what is equal where two findings propose the same: settings, else the line, else the words."""
+def _key(outcome: Outcome) -> object:
+    """Return what is equal where two findings propose the same: settings, else lines, else the edit, else the words."""
+    change = outcome.changes[0]
     settings = frozenset((s.name, s.to) for s in change.settings)
-    return settings or change.diff or change.text.partition(RARER)[0]
+    return settings or _lines(outcome) or change.diff or change.text.partition(RARER)[0]
+
+
+def _lines(outcome: Outcome) -> tuple[str, str, str] | None:
+    """Return what is equal of lines of one function that are known to do the same, and so are changed together."""
+    change, where = outcome.changes[0], outcome.where
+    idiom = "" if change.diff or not where else idioms.of_advice(change.text)
+    return (idiom, where[0].file, where[0].function) if idiom else None
 
 
 def _proposal(

@@ -8,10 +8,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from dlprof.analysis import idioms
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.proposals import Basis, Found, combined_saving, pieces, proposals, speedup
 from dlprof.errors import NotMeasured
-from dlprof.result import Outcome, RunPart, change
+from dlprof.result import Outcome, Place, RunPart, change
 from tests.fixtures.runs import MS
 
 # What the mean step of 100 ms consists of, ms; of two ranks one waits 20 and the other 40. A step of the loop is 110
@@ -86,6 +87,29 @@ def test_each_change_is_counted_after_those_above_it(case: str) -> None:
         (name, *(pytest.approx(ms) for ms in times)) for name, *times in expected
     ]
     assert [p.speedup for p in made] == [pytest.approx(before / after) for _, before, after, *_ in expected]
+
+
+@pytest.mark.parametrize(
+    ("remedy", "function", "proposed"),
+    [
+        ("recurrence_by_hand", "unrolled", [("unrolled", 20)]),
+        ("recurrence_by_hand", "another", [("unrolled", 20), ("another", 10)]),
+        ("jacobian_by_rows", "unrolled", [("unrolled", 20), ("unrolled", 10)]),
+    ],
+)
+def test_lines_of_one_function_that_do_the_same_are_changed_together(
+    remedy: str, function: str, proposed: list[tuple[str, int]]
+) -> None:
+    findings = []
+    for line, name, of, ns in ((18, "unrolled", "computation", 20), (15, function, "host", 10)):
+        what = idioms.BY_NAME[remedy if line == 15 else "recurrence_by_hand"]
+        cure = change(f"{what.remedy}: {name} (train.py:{line})")
+        outcome = Outcome(
+            f"rule_{line}", "found", "", saving_ns=ns * MS, changes=(cure,), where=(Place("train.py", line, name),)
+        )
+        findings.append((outcome, [(frozenset({of}), ns * MS)]))
+    made = proposals(basis(), findings, (), ())
+    assert [(p.change.text.split(": ")[-1].split(" ")[0], (p.before_ns - p.after_ns) / MS) for p in made] == proposed
 
 
 def test_the_error_of_a_gain_shrinks_with_what_is_left_of_it() -> None:

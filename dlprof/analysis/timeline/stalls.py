@@ -124,6 +124,17 @@ def stalled_steps(steady_stalls: Frame = needs(steady_stalls)) -> pd.DataFrame:
     return longest.sort_values(["kind", "step"], ignore_index=True)[columns]
 
 
+@per_rank
+def saved_bytes(stalls: Frame = needs(schema.STALLS)) -> pd.DataFrame:
+    """Return one row: values_bytes of the tensors of all checkpoints, and storage_bytes of what they are parts of.
+
+    No row where no checkpoint was looked at.
+    """
+    columns = ["values_bytes", "storage_bytes"]
+    mine = stalls.loc[(stalls["kind"] == "checkpoint") & (stalls["storage_bytes"] >= 0), columns]
+    return mine.sum().to_frame().T if len(mine) else mine
+
+
 def stalls_of(frame: pd.DataFrame, kind: str, rank: int) -> pd.DataFrame:
     """Return a rank's rows of one kind of stall, of `stall_means` or `stalled_steps`."""
     return frame[(frame["kind"] == kind) & (frame["rank"] == rank)]

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
@@ -30,6 +31,9 @@ _LEAST_NS = 1_000_000
 # 5 MB an hour, in a job that collects garbage in every step.
 _MOST_FULL = 10_000
 
+# Of what is saved, so many tensors are looked at.
+_MOST_TENSORS = 10_000
+
 
 @dataclass(frozen=True)
 class _Stall:
@@ -44,6 +48,8 @@ class _Stall:
     phase: str
     reason: str | None = None
     count: int = 1  # stalls on this line; dur_ns is their sum
+    values_bytes: int = -1
+    storage_bytes: int = -1
 
 
 class Stalls:
@@ -242,7 +248,11 @@ class Stalls:
     @guarded
     def _saved(self, began: int, path_of: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._saved_as = path = _named(path_of(*args, **kwargs))
+        known = len(self._found)
         self._add("checkpoint", began, path=redaction.text(path) if path is not None else None)
+        if len(self._found) > known:
+            values, storage = _sizes(args[0] if args else kwargs.get("obj"))
+            self._found[-1] = replace(self._found[-1], values_bytes=values, storage_bytes=storage)
 
     def fail(self, error: Exception) -> None:
         """Switch off because a hook failed."""
@@ -260,6 +270,25 @@ class Stalls:
             found = _summed(found)
         self._lines += len(found)
         self._log.write("".join(json.dumps(vars(f), separators=(",", ":")) + "\n" for f in found))
+
+
+def _sizes(saved: Any) -> tuple[int, int]:
+    """Return how many bytes the tensors have that a dictionary or a list holds, and their storages, which are saved."""
+    values: dict[tuple[Any, ...], int] = {}
+    storages: dict[int, int] = {}
+    left = [saved]
+    while left and len(values) < _MOST_TENSORS:
+        one = left.pop()
+        if isinstance(one, Mapping):
+            left += one.values()
+        elif isinstance(one, (list, tuple)):
+            left += one
+        elif hasattr(one, "untyped_storage"):
+            with suppress(NotImplementedError, RuntimeError):  # a sparse one, or one of several ranks, has none
+                storage = one.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+                values[storage._cdata, one.storage_offset(), one.shape] = one.numel() * one.element_size()
+    return sum(values.values()), sum(storages.values())
 
 
 def _named(path: Any) -> str | None:

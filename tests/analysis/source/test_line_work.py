@@ -113,7 +113,7 @@ def test_a_line_is_known_by_one_beside_it_of_which_it_is_part(
         at | costly | {"forward_ns": 30.0, "backward_ns": 40.0, "gain_ns": 70.0},
         at | known | {"gain_ns": math.nan},
     ]
-    found = costly_line._traced(pd.DataFrame(rows))
+    found = costly_line._traced(pd.DataFrame(rows), None)
     assert [(ns, [line.place.line, *(one.line for one in line.callers)]) for ns, _, line in found.values()] == (
         [(took, places)] if places else []
     )
@@ -128,6 +128,14 @@ def test_a_line_that_differentiates_has_what_grad_takes(function: str, rank: int
     phases = pd.DataFrame({"rank": 0, "phase": ["backward", "rest"], "ns": [40.0, 90.0]})
     line = CostlyLine(Place("train.py", 9, function), (), 0.5, JACOBIAN, idioms.BY_NAME[idioms.JACOBIAN])
     assert costly_line._in_grad(pd.DataFrame(rows), phases, rank, line) == ns
+
+
+def test_a_line_has_its_part_of_the_time_between_operators() -> None:
+    row = {"rank": 0, "file": "/w/train.py", "function": "penalty", "line": 9, "calls": 30}
+    rows = [row, row | {"line": 10, "calls": 15}, row | {"line": 40, "calls": 45}, row | {"rank": 1, "calls": 8}]
+    line = CostlyLine(Place("train.py", 9, "penalty"), (), 0.5, "", None)
+    took = [costly_line._between(pd.DataFrame(rows), {0: 60.0, 1: 5.0}, rank, line) for rank in (0, 1, 2)]
+    assert took == [30.0, 5.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,17 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import pandas as pd
 import pytest
 
+from dlprof import schema
 from dlprof.analysis.step.rules import checkpoint_stall, gc_pauses
+from dlprof.record.collectors.stalls import _sizes
 from tests.fixtures.asking import ask
 from tests.fixtures.in_process import run_recorded
 from tests.fixtures.jobs import rows
 
-pytest.importorskip("torch", reason="recording needs torch")
+torch = pytest.importorskip("torch", reason="recording needs torch")
 
 LOOP = """
 import gc, io, os, pickle, sys, threading, time
@@ -70,13 +73,31 @@ def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> Non
     assert len(pauses) >= 39
     assert {(s["path"], s["generation"]) for s in pauses} == {(None, 2)}
     for s in found:
-        assert set(s) == {"kind", "start_ns", "dur_ns", "step", "generation", "path", "phase", "reason", "count"}
+        assert set(s) == {*schema.STALLS}
         assert s["dur_ns"] >= 1_000_000
         assert s["phase"] == "rest"
         begin, end = begins.get(s["step"], (0, 1 << 63))  # 40: after the last step, and so in none
         assert begin <= s["start_ns"] < end
     assert ask(gc_pauses.RULE, tmp_path / "run").state == "found"
     assert ask(checkpoint_stall.RULE, tmp_path / "run").state == "found"
+
+
+def test_what_is_saved_is_measured_with_the_storages_that_are_written() -> None:
+    bank, other = torch.zeros(1000, 250), torch.zeros(10)
+    saved = {"a": bank[:10], "b": [bank[:10], (other, 3)], "c": {"d": bank[10:20]}, "e": torch.eye(3).to_sparse()}
+    assert _sizes(saved) == (20 * 1000 + 40, 1_000_000 + 40)
+    assert _sizes(3) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "storage", "clones"),
+    [(1 << 19, 1 << 20, True), (1 << 19, (1 << 20) - 1, False), ((1 << 20) + 1, 1 << 21, False), (0, 0, False)],
+)
+def test_parts_of_larger_tensors_are_cloned(values: int, storage: int, clones: bool) -> None:
+    frame = pd.DataFrame({"rank": [1], "values_bytes": [values], "storage_bytes": [storage]})
+    said, changes = checkpoint_stall._parts(frame, 1)
+    assert [bool(said), "clone" in "".join(c.text for c in changes)] == [clones, clones]
+    assert checkpoint_stall._parts(frame, 0) == checkpoint_stall._parts(None, 1) == ("", ())
 
 
 @pytest.mark.long

@@ -11,12 +11,15 @@ which the line takes a fifth.
 Saving: the most that it can be, the line gone. On a GPU by a replay without the kernels that the line's operators and
 their backward pass launch. On a CPU its share of the stacks in the pass, of that pass, and its part of the backward
 pass: what its operators take there by the trace, else as much as of the forward pass, and with a loss that is written
-out in a loop, all of it.
+out in a loop, all of it; of the time between operators its part, by how many it calls; and of a line that calls
+`grad` what that takes, with the functions of the backward pass that differentiate it once more.
 
 What to change: what the line is known to be.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from dlprof.analysis import idioms, settings
 from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
@@ -25,6 +28,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.source.line_shares import AROUND, CostlyLine, call_sites, costliest, costly_lines, is_at
 from dlprof.analysis.source.line_work import line_work
 from dlprof.analysis.source.patches import Call
+from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.timeline.steps import mean_step_ns, phases_of_step
 from dlprof.result import Place
 from dlprof.units import duration, percent
@@ -41,21 +45,25 @@ def check(
     line_work: Maybe[Frame] = maybe(line_work),
     cpu_parts: Maybe[Frame] = maybe(cpu_parts),
     cpu_work: Maybe[Frame] = maybe(cpu_work),
+    breakdown: Maybe[Frame] = maybe(breakdown),
     job: Job = needs(JOB),
 ) -> Estimate:
     lines = line_work.or_none()
     if not settings.on_cpu(job):
-        found = _traced(line_work.get())
+        found = _traced(line_work.get(), costly_lines.or_none())
     elif lines is None or (parts := cpu_parts.or_none()) is None:
         found = _seen(costly_lines, phases_of_step.get(), call_sites, None)
     else:
-        traced = _traced(lines)
+        traced = _traced(lines, costly_lines.or_none())
         all_ns = in_all_steps({rank: took for rank, (took, *_) in traced.items()}, parts, cpu_work.get())
-        found = {rank: (all_ns[rank], phase, line) for rank, (_, phase, line) in traced.items()}
-        if (stacks := costly_lines.or_none()) is not None and (phases := phases_of_step.or_none()) is not None:
-            found = {
-                rank: (ns + _in_grad(stacks, phases, rank, line), "", line) for rank, (ns, _, line) in found.items()
-            }
+        host_ns = {} if breakdown.or_none() is None else part(breakdown.get(), "host")
+        stacks, phases = costly_lines.or_none(), phases_of_step.or_none()
+        found = {}
+        for rank, (_, _, line) in traced.items():
+            took = all_ns[rank] + _between(lines, host_ns, rank, line)
+            took += 0.0 if stacks is None or phases is None else _in_grad(stacks, phases, rank, line)
+            found[rank] = took, "", line
+        if stacks is not None and phases is not None:
             for rank, seen in _seen(costly_lines, phases, call_sites, lines).items():
                 found[rank] = max(found.get(rank, seen), seen, key=lambda one: one[0])
     if not found:
@@ -68,13 +76,15 @@ def check(
 _Found = dict[int, tuple[float, str, CostlyLine]]  # by rank: what the line takes, ns, where it stands, and the line
 
 
-def _traced(lines: Frame) -> _Found:
+def _traced(lines: Frame, stacks: Frame | None) -> _Found:
     """Return the line of each rank whose operators take most in the traced steps, of those that are known."""
     found: _Found = {}
     for row in lines[lines["gain_ns"] > 0].to_dict("records"):
         rank, place = int(row["rank"]), Place(row["file"], row["line"], row["function"])
         near = _near(lines, rank, place)
         own = near["line"] == row["line"]
+        ns = near["forward_ns"] + near["backward_ns"]
+        share, others = float(ns.sum()) / row["of_ns"], float(ns[~own].sum())
         # A line may be known by one beside it, as what a loop does with the results of that.
         for one in near.assign(other=~own).sort_values("other", kind="stable").to_dict("records"):
             known = idioms.known(str(one["source"]), (f"{one['function']} ()",), one["phase"] or "rest")
@@ -82,21 +92,41 @@ def _traced(lines: Frame) -> _Found:
             if known is None or not known.first or known.last or (one["other"] and not known.beside):
                 continue
             if known.fits(str(one["operators"]).split(), int(one["calls"])):
-                ns = near["forward_ns"] + near["backward_ns"]
                 at = Place(one["file"], one["line"], one["function"])
-                also = (place,) if one["other"] else ()
-                line = CostlyLine(at, also, float(ns.sum()) / row["of_ns"], one["source"], known)
-                took = row["gain_ns"] + float(ns[~own].sum())
-                took += row["second_ns"] if known.name == idioms.JACOBIAN else 0.0
-                found[rank] = max(found.get(rank, (0.0, "", line)), (took, "", line), key=lambda of: of[0])
+                line = CostlyLine(at, (place,) if one["other"] else (), share, one["source"], known)
+                took = row["gain_ns"] + others + (row["second_ns"] if known.name == idioms.JACOBIAN else 0.0)
                 break
+        else:
+            line = CostlyLine(place, (), share, row["source"], idioms.BY_NAME[idioms.LOOPS])
+            if near["calls"].sum() < _MANY or not _is_loop(stacks, rank, place) or _is_large(lines, rank, line):
+                continue
+            took = row["gain_ns"] + others
+        found[rank] = max(found.get(rank, (0.0, "", line)), (took, "", line), key=lambda of: of[0])
     return found
+
+
+# A loop over elements calls so many operators in a step; one over layers does not.
+_MANY = 200
+
+
+def _is_loop(stacks: Frame | None, rank: int, place: Place) -> bool:
+    """Return whether the stacks show that a line is in a loop within the step."""
+    if stacks is None:
+        return False
+    there = (stacks["rank"] == rank) & (stacks["line"] == place.line) & (stacks["function"] == place.function)
+    return bool((there & (stacks["idiom"] == idioms.LOOPS)).any())
 
 
 def _near(lines: Frame, rank: int, place: Place) -> Frame:
     """Return the rows of a line and of those around it in its function."""
     near = lines[(lines["rank"] == rank) & (lines["function"] == place.function)]
     return near[near["file"].astype(str).str.endswith(place.file) & ((near["line"] - place.line).abs() <= AROUND)]
+
+
+def _between(lines: Frame, host_ns: Mapping[int, float], rank: int, line: CostlyLine) -> float:
+    """Return which part of the host's time between operators goes to a line, by how many of all it calls, ns."""
+    calls = float(lines.loc[lines["rank"] == rank, "calls"].sum())
+    return float(host_ns.get(rank, 0.0) * _near(lines, rank, line.place)["calls"].sum() / max(calls, 1.0))
 
 
 def _in_grad(stacks: Frame, phases: Frame, rank: int, line: CostlyLine) -> float:

@@ -16,7 +16,8 @@ longer besides, as to gather the state: by how much they, and the steps after th
 job saves so often that the system never stops writing to its disk, that slows all steps alike on a busy host, and none
 of them shows by how much: then more is gained than is predicted.
 
-What to change: where what is saved is compressed on the way, as by `gzip.open`, write it as it is: weights hardly
+What to change: where what is saved are parts of larger tensors, which `torch.save` writes whole, clone the parts; where
+what is saved is compressed on the way, as by `gzip.open`, write it as it is: weights hardly
 compress. Save in the background (`torch.distributed.checkpoint.async_save` returns once the state is copied); let
 each rank write its own part; write to a local disk first. If the training may change: save less often (what a failure
 costs is half the interval, on average).
@@ -36,10 +37,10 @@ from dlprof.analysis.source.line_shares import costliest, costly_lines
 from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part, part_noise
 from dlprof.analysis.step.savings import LEAST_NOISE, stall_savings
 from dlprof.analysis.step.whole_job import training_steps, whole_job
-from dlprof.analysis.timeline.stalls import stall_means, stalled_steps, stalls_of
+from dlprof.analysis.timeline.stalls import saved_bytes, stall_means, stalled_steps, stalls_of
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.result import Change
-from dlprof.units import count, duration, every, percent, typed
+from dlprof.units import count, duration, every, percent, size, typed
 
 # What saving less often is to bring checkpoints down to: below it they are no finding.
 GOAL_SHARE = LEAST_SHARE
@@ -48,6 +49,12 @@ _KIND = "checkpoint"
 
 # Who saves in a step of so few keeps the best state, or the last one: a copy in memory does as well, and costs little.
 _OFTEN = 4
+# `torch.save` writes all of the storage that a tensor is a part of: so much is none of that part, of so many bytes.
+_MOSTLY, _LARGE = 0.5, 1 << 20
+_CLONE = (
+    "clone what is saved (`part.clone()`), where it is a part of a larger tensor: `torch.save` writes all of the storage"
+    " that it is a part of"
+)
 _RARELY = (
     change(
         "keep a copy of the state in memory (`copy.deepcopy(model.state_dict())`, the optimizer's likewise), and write"
@@ -103,12 +110,14 @@ def explain(
     stalled_steps: Frame = needs(stalled_steps),
     mean_step_ns: float = needs(mean_step_ns),
     costly_lines: Maybe[Frame] = maybe(costly_lines),
+    saved_bytes: Maybe[Frame] = maybe(saved_bytes),
     job: Job = needs(JOB),
 ) -> Explanation:
     rank, by_rank = estimate.worst, estimate.by_rank_ns
-    compressing = _compressing(costly_lines, rank)
+    parts, needless = _parts(saved_bytes.or_none(), rank)
+    less = (*needless, *_compressing(costly_lines, rank))
     if estimate.scope == "job":
-        return _outside(estimate, compressing)
+        return _outside(estimate, parts, less)
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
     apart, share, steps = float(mine["every"]), estimate.saving_ns / mean_step_ns, stalls_of(stalled_steps, _KIND, rank)
     path = str(steps.nlargest(1, "ns")["path"].iloc[0]) if len(steps) else ""  # "" is a buffer in memory
@@ -119,9 +128,9 @@ def explain(
     return Explanation(
         title="Saving checkpoints holds up training",
         summary=f"Rank {rank} saves in {every(apart, 'steady step')} and stands still for"
-        f" {duration(float(mine['mean_ns']) * apart)} then{f' ({path[-80:]})' if path else ''}{longer}.",
+        f" {duration(float(mine['mean_ns']) * apart)} then{f' ({path[-80:]})' if path else ''}{longer}.{parts}",
         changes=(
-            *compressing,
+            *less,
             *(_RARELY if apart <= _OFTEN else ()),
             change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
             change(
@@ -147,15 +156,26 @@ def _compressing(lines: Maybe[pd.DataFrame], rank: int) -> tuple[Change, ...]:
     return (change(line.advice()),) if line and line.idiom and line.idiom.name == "saved_compressed" else ()
 
 
-def _outside(estimate: Estimate, compressing: tuple[Change, ...]) -> Explanation:
+def _parts(saved: pd.DataFrame | None, rank: int) -> tuple[str, tuple[Change, ...]]:
+    """Return what is said of a job that saves parts of larger tensors, and its change."""
+    mine = [] if saved is None else saved[saved["rank"] == rank].to_dict("records")
+    if not mine or mine[0]["storage_bytes"] < max(_LARGE, mine[0]["values_bytes"] / (1 - _MOSTLY)):
+        return "", ()
+    values, storage = size(mine[0]["values_bytes"]), size(mine[0]["storage_bytes"])
+    return f" The tensors have {values}; the storages that they are parts of, {storage}, are written.", (
+        change(_CLONE),
+    )
+
+
+def _outside(estimate: Estimate, parts: str, less: tuple[Change, ...]) -> Explanation:
     mine = estimate.rows(estimate.seen).iloc[0]
     saves, ns = int(mine["steps"]), float(mine["ns"])
     return Explanation(
         title="Saving checkpoints holds up training",
         summary=f"Rank {estimate.worst} saved {count(saves, 'time')}, between its steady steps, and stood still for"
-        f" {duration(ns / max(saves, 1))} each time.",
+        f" {duration(ns / max(saves, 1))} each time.{parts}",
         changes=(
-            *compressing,
+            *less,
             change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
             change("save less often, or less: what one failure may cost is half the interval", training=True),
         ),
