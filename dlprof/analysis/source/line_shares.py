@@ -108,8 +108,9 @@ _NAMED = 0.25
 # In such a line the loop is left, and what it held is freed: that is no part of a step.
 _LEAVES = ("break", "return")
 
-# In these a worker, or the training thread without workers, makes a batch; elsewhere a worker waits, or sends.
-_MAKES = "torch/utils/data/_utils/fetch.py"
+# In these a worker, or the training thread without workers, makes a batch, or a sampler says what is in it; elsewhere a
+# worker waits, or sends.
+_MAKES = re.compile(r"torch[/\\]utils[/\\]data[/\\]_utils[/\\]fetch\.py|_next_index \(.*torch")
 
 # Frames of an import, and lines that ask for one; functions that only begin a script.
 _IMPORTS, _IMPORT = "<frozen importlib._bootstrap", re.compile(r"(import|from) ")
@@ -144,7 +145,7 @@ def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(R
     training loop, `forward` or `__getitem__`; () where it is in there itself, or is called from different places.
     `samples`: in this line and what it calls in libraries; `of`: all of that doing.
     """
-    making = [one for one in seen_doing(stacks) if one[0] not in idioms.DATA or any(_MAKES in text for text in one[1])]
+    making = [one for one in seen_doing(stacks) if one[0] not in idioms.DATA or any(map(_MAKES.search, one[1]))]
     return _costly(making, rank, idioms.BY_NAME["rows_of_tensors"] if _reads_tensors(rank) else None)
 
 
@@ -183,7 +184,7 @@ def start_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RA
             continue
         own = [(f[1], f[2], int(f[3])) for frame in stack if (f := FRAME.fullmatch(frame)) and is_own(f[2])]
         if role == "start_worker":
-            seen += [("start_worker", stack, n)] if any(_MAKES in frame for frame in stack) else []
+            seen += [("start_worker", stack, n)] if any(map(_MAKES.search, stack)) else []
             continue
         if not own:
             continue  # cut off by the sampler: what led there is not known

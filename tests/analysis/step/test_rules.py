@@ -290,6 +290,8 @@ CASES = [
          says=("One step in 16 takes 160.0 ms longer", "simulate (rl.py:12)",
                "do it every 32 steps: 24 % of the step is saved", "Done 32 × as rarely, it would be 1.5 %")),
     case("an evaluation", PERIODIC, rolling(16, 160, stacks=SCORED, forwards=9, phase="forward"), lines=[25, 30]),
+    case("one pass of a validation", PERIODIC, rolling(16, 160, stacks=SCORED, forwards=1, phase="forward"),
+         says=("with 1 forward pass more", "the training set needs no pass of its own")),
     case("one rank does more of it", PERIODIC, rolling(10, 0, 100), ranks=(1,), saving=pytest.approx(10, rel=0.06)),
     # Without it the first rank sets the pace; what is lost is all of it.
     case("beside a slower rank", PERIODIC, rolling(10, 0, 100, first=15), ranks=(1,), saving=5.0, lost_share=10 / 17.5,

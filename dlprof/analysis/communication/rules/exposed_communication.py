@@ -25,6 +25,7 @@ ranks before each forward pass. With the newer name DDP still sends them once, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -45,11 +46,13 @@ from dlprof.analysis.communication.wrappers import replication
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule
 from dlprof.analysis.panel import table
+from dlprof.analysis.source.line_shares import call_sites
+from dlprof.analysis.source.patches import Call
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.errors import DoesNotApply, NotMeasured
-from dlprof.result import Forecast, Panel
+from dlprof.result import Forecast, Panel, Place
 from dlprof.units import count, duration, percent
 
 # A saving of this share of the exposed transfer is all of it: estimates are no surer.
@@ -120,6 +123,7 @@ def explain(
     activations: str = needs(activations),
     routed: Maybe[Frame] = maybe(routed),
     breakdown: Frame = needs(breakdown),
+    call_sites: Maybe[list[Call]] = maybe(call_sites),
     job: Job = needs(JOB),
 ) -> Explanation:
     best, worst, step = best_plan, estimate.worst, mean_step_ns
@@ -141,8 +145,15 @@ def explain(
         evidence=_evidence(breakdown, exchange_plans, step),
         at_most=bool(best["key"] == "hidden" or best["at_most"] or unknown),
         sure=f"Estimated as {_ESTIMATES[best['key']]}{'' if best['key'] == 'waits' else ': ' + best['why']}.{unknown}",
+        where=_batch(call_sites.or_none() or ()) if best["key"] == "once" else (),
         forecasts=() if cap is None else (Forecast("bucket_cap_mb", str(cap), step - estimate.saving_ns),),
     )
+
+
+def _batch(calls: Sequence[Call]) -> tuple[Place, ...]:
+    """Return where the batches that gradients accumulate of are computed: the forward pass that is called most."""
+    forward = max((c for c in calls if c.kind == "forward"), key=lambda call: call.count, default=None)
+    return () if forward is None else (Place(forward.file, forward.line, forward.function, what=forward.source),)
 
 
 def _evidence(breakdown: Frame, exchange_plans: Frame, step: float) -> Panel:

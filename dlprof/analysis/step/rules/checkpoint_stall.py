@@ -52,8 +52,8 @@ _OFTEN = 4
 # `torch.save` writes all of the storage that a tensor is a part of: so much is none of that part, of so many bytes.
 _MOSTLY, _LARGE = 0.5, 1 << 20
 _CLONE = (
-    "clone what is saved (`part.clone()`), where it is a part of a larger tensor: `torch.save` writes all of the storage"
-    " that it is a part of"
+    "clone what is saved (`part.clone()`), where it is a part of a larger tensor: `torch.save` writes all of the"
+    " storage that it is a part of"
 )
 _RARELY = (
     change(

@@ -93,10 +93,12 @@ def explain(
     cures = [elsewhere]
     where = _aside(own_lines, rank, phase)
     # The passes may be the least of it: what is known of the line that it is mostly seen in comes first.
-    if passes >= _GENERATES and (phase == "forward" or line is None or line.idiom is None):
+    known = line is not None and line.idiom is not None
+    # A line that forward passes of the training are in, too, says nothing of these.
+    if passes >= (1 if phase == "forward" and not known else _GENERATES) and (phase == "forward" or not known):
         models = job.facts.get(rank, {}).get("models") or ()
         reads = not models or any(model.get("reads_sequences") is not False for model in models)
-        cures.insert(0, change(_GENERATE if reads else _EVALUATE))
+        cures.insert(0, change(_GENERATE if reads and passes >= _GENERATES else _EVALUATE))
     elif line is not None:
         cures.insert(0, change(line.advice("make this line faster (in batches, without a loop in Python):")))
         where = where or ((line.place,) if line.idiom is not None else ())
