@@ -94,7 +94,7 @@ CASES: tuple[Case, ...] = (
         ("one operation", "one call", "whole batch", "at once"),
     ),
     Case("predictions_cat", "pytorch-forecasting 2371", ("growing_cat", "growing_steps", "step_python"), ("list",)),
-    Case("written_out_lstm", "an LSTM from scratch", ("recurrent_loop", "step_python", "host_bound"), ("nn.LSTM",)),
+    Case("written_out_lstm", "an LSTM from scratch", ("recurrent_loop", "step_python", "costly_line"), ("nn.LSTM",)),
     Case("collected_each_step", "peft 2894", ("gc_pauses", "step_python"), ("gc.collect",)),
     Case("hooks_pile_up", "DeepLense 141", ("growing_steps",), ("hook",)),
     Case("double_precision", "seismiqb 19", ("float64_compute",), ("float32", ".float()")),

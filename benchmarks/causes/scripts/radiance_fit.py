@@ -105,6 +105,7 @@ def train_step(model, opt, batch, gen, args):
 
 def main():
     p = argparse.ArgumentParser()
+    p.add_argument("--fixed", action="store_true")
     p.add_argument("--rays", type=int, default=384)
     p.add_argument("--samples", type=int, default=32)
     p.add_argument("--width", type=int, default=128)

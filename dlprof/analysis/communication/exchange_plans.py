@@ -23,7 +23,7 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import CLASSES, bandwidth, size_classes, transfers
 from dlprof.analysis.communication.collectives import NO_SIZES, SENT, collectives, waits
-from dlprof.analysis.communication.wrappers import buffer_copies, sharding
+from dlprof.analysis.communication.wrappers import bucket_copies, buffer_copies, sharding
 from dlprof.analysis.engine import (
     JOB,
     RANK,
@@ -428,6 +428,7 @@ def exchange_plans(
     transfers: Frame = needs(transfers),
     fitted: Fit | None = needs(fitted),
     buffer_copies: Maybe[Frame] = maybe(buffer_copies),
+    bucket_copies: Maybe[Frame] = maybe(bucket_copies),
     sharding: Maybe[Frame] = maybe(sharding),
     own_time: Frame = needs(own_time),
     job: Job = needs(JOB),
@@ -480,7 +481,9 @@ def exchange_plans(
             f"the optimizer steps once for {digits(batches)} batches, and each of them exchanges gradients: one"
             " exchange of their sum is the same"
         )
-        plans.append(Plan(what, "once", saves(transfer * (more / (more + 1))), why))
+        filled = by_rank(bucket_copies.get(), "ns") if bucket_copies.or_none() is not None else {}
+        work = pd.Series(filled, dtype=float).reindex(transfer.index).fillna(0.0)
+        plans.append(Plan(what, "once", saves(transfer * (more / (more + 1)) + work * (batches - 1) / batches), why))
     else:
         why = "the optimizer then steps once for so many batches"
         for key, n in (("half", 2), ("quarter", 4)):

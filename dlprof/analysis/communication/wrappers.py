@@ -27,6 +27,9 @@ _UNIT = re.compile(r"FSDP::pre_forward(?: \(([^,)]*).*\))?$")
 # As PyTorch names it in a trace; the training thread does it after each forward pass.
 _SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
 
+# What it does as it fills its buckets with gradients, and empties them again.
+_REDUCER = ("torch::distributed::reducer::", "torch.distributed.ddp.reducer::copy_bucket")
+
 # Both as the recorder's ranges name them.
 _FORWARD, _MODULE = "DistributedDataParallel.forward", "nn.Module: "
 
@@ -106,9 +109,29 @@ def buffer_copies(
         raise NotMeasured("what copying buffers takes was not traced")
     known = after < len(modules)
     before = iv.merge(np.column_stack([begins[known], modules[after[known]]]))
-    copies = iv.intersect(host.cover(spans, host.is_kind(spans, "op")), before)
-    spent = iv.intersect(iv.merge(windows), copies)
-    return pd.DataFrame({"ns": [iv.total(spent) / iv.total(iv.merge(windows)) * timing.step_ns]})
+    return _mean(timing, iv.intersect(host.cover(spans, host.is_kind(spans, "op")), before))
+
+
+@per_rank
+def bucket_copies(
+    on_training_thread: Frame = needs(on_training_thread),
+    timing: Timing = needs(timing),
+    exchanges_on_host: bool = needs(exchanges_on_host),
+) -> pd.DataFrame:
+    """Return what DDP computes of a mean steady step as it fills its buckets and empties them: ns, one row.
+
+    Raises NotMeasured where devices exchange, whose work is not the host's, or where none of it was traced.
+    """
+    own = host.is_kind(on_training_thread, "op") & host.is_named(on_training_thread, *_REDUCER)
+    if not exchanges_on_host or not len(timing.windows) or not own.any():
+        raise NotMeasured("what filling DDP's buckets takes was not traced")
+    return _mean(timing, host.cover(on_training_thread, own))
+
+
+def _mean(timing: Timing, spent: iv.Intervals) -> pd.DataFrame:
+    """Return how much of a mean steady step some time is, ns, as one row."""
+    windows = iv.merge(timing.windows)
+    return pd.DataFrame({"ns": [iv.total(iv.intersect(windows, spent)) / iv.total(windows) * timing.step_ns]})
 
 
 @across_ranks

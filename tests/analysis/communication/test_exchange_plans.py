@@ -26,7 +26,8 @@ from dlprof.analysis.communication.exchange_plans import (
 )
 from dlprof.analysis.communication.rules import exposed_communication, small_collectives
 from dlprof.analysis.engine import Job, Measured
-from dlprof.result import Setting
+from dlprof.analysis.source.patches import Call
+from dlprof.result import Place, Setting
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
 from tests.fixtures.exchanges import (
@@ -411,6 +412,13 @@ def test_exchanges_before_the_optimizer_steps_are_needed_once(tmp_path: Path) ->
     assert found.evidence is not None
     # One bucket has nothing to hide behind.
     assert [row[1] for row in found.evidence.rows[:2]] == pytest.approx([40 * MS, 28 * MS])
+
+
+def test_the_batches_that_are_exchanged_are_where_the_most_forward_passes_are() -> None:
+    calls = [Call("forward", "train.py", n, "main", f"y{n}", count=count) for n, count in ((3, 2), (7, 30), (9, 1))]
+    calls.append(Call("backward", "train.py", 8, "main", "loss.backward()", count=64))
+    assert exposed_communication._batch(calls) == (Place("train.py", 7, "main", what="y7"),)
+    assert exposed_communication._batch(calls[3:]) == ()
 
 
 def test_without_buffers_their_copies_are_saved_too() -> None:

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.communication.rules import data_parallel, unused_parameters
-from dlprof.analysis.communication.wrappers import buffer_copies, replication, sharding, unused_search, unused_searches
+from dlprof.analysis.communication.wrappers import (
+    bucket_copies,
+    buffer_copies,
+    replication,
+    sharding,
+    unused_search,
+    unused_searches,
+)
 from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
@@ -71,6 +78,29 @@ def test_what_copying_buffers_takes_before_the_forward_pass(
             rank.once(buffer_copies)
     else:
         assert rank.once(buffer_copies)["ns"].tolist() == [pytest.approx(copies)]
+
+
+@pytest.mark.parametrize("exchange", ["gloo:all_reduce", ""])
+def test_what_filling_and_emptying_buckets_takes(tmp_path: Path, exchange: str) -> None:
+    events: list[Any] = []
+    for n in range(2):
+        t = n * MS
+        events += [
+            traces.step(n, t, MS),
+            traces.op("torch::distributed::reducer::mul_out", t, 50 * US),
+            traces.op("torch.distributed.ddp.reducer::search_unused_parameters", t + 60 * US, 90 * US),
+            traces.op("torch.distributed.ddp.reducer::copy_bucket_to_grad", t + 200 * US, 30 * US),
+            traces.op("aten::copy_", t + 210 * US, 10 * US),
+            traces.op("aten::copy_", t + 300 * US, 10 * US),
+        ]
+        events += [traces.annotation(exchange, t + 400 * US, 60 * US)] if exchange else []
+    assert runs.rank_of(tmp_path, traces.trace(*events, **ON_CPU)).once(bucket_copies)["ns"].tolist() == [80 * US]
+
+
+def test_buckets_that_were_not_traced_take_nothing_known(tmp_path: Path) -> None:
+    rank = runs.rank_of(tmp_path, traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, 50 * US), **ON_CPU))
+    with pytest.raises(NotMeasured):
+        rank.once(bucket_copies)
 
 
 def test_waiting_for_a_late_rank_at_the_flags_is_not_theirs(tmp_path: Path) -> None:

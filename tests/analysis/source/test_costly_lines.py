@@ -22,6 +22,7 @@ from tests.fixtures.sampled_stacks import burst
 
 LOOP = 'process 10:"python train.py";thread (0x1): MainThread;<module> (/w/train.py:30)'
 FETCH = f"{LOOP};__next__ (/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py:700)"
+INDEX = "_BaseDataLoaderIter._next_index (/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py:715)"
 MAKE = f"{FETCH};fetch (/v/lib/python3.11/site-packages/torch/utils/data/_utils/fetch.py:52)"
 WORKER = 'process 10:"python train.py";process 11:"";thread (0x2): MainThread'
 WORKER += ";_worker_loop (/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py:350)"
@@ -52,6 +53,8 @@ def recorded(folder: Path, stacks: dict[str, int], lines: list[list[object]] = S
         ({f"{MADE};{ROW};{PANDAS}": 90, f"{MADE};{ZIP}": 10}, "worker", 5, "dataframe_rows", 0.9),
         ({f"{MADE};{ROW}": 90, f"{MADE};{ZIP}": 10}, "worker", 5, "", 0.9),
         ({f"{MAKE};{SET}": 50, f"{MAKE};{ROW}": 10}, "fetch", 30, "rows_of_tensors", 5 / 6),
+        # What a sampler does before a batch is made.
+        ({f"{FETCH};{INDEX};{ROW}": 50, f"{MAKE};{ZIP}": 10, FETCH: 90}, "fetch", 5, "", 5 / 6),
         # A loop of several lines is known by any of them that has a quarter of it.
         ({f"{LOOP};{EMA.format(20)}": 30, f"{LOOP};{EMA.format(21)}": 70}, "rest", 21, "average_of_weights", 0.7),
         ({f"{LOOP};{EMA.format(20)}": 10, f"{LOOP};{EMA.format(21)}": 90}, "rest", 21, "", 0.9),
