@@ -57,6 +57,9 @@ class Idiom(Struct, frozen=True):
 # A line that differentiates: what it creates is differentiated once more in the backward pass.
 JACOBIAN = "jacobian_by_rows"
 
+# What goes on in all lines of a function that one of them calls so.
+OF_FUNCTIONS = ("constants_anew",)
+
 _PYTORCH = "https://docs.pytorch.org/docs/stable/"
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
 

@@ -255,7 +255,7 @@ class CostlyLine(Struct, frozen=True):
 
     place: Place  # with its share of the samples
     callers: tuple[Place, ...]  # the line that calls the place's function, and the one in the loop that leads there
-    share: float  # of the samples, with the lines around it in the same function, as of a loop
+    share: float  # of the samples, with the lines around it in the same function, as of a loop, or all of these
     text: str
     idiom: idioms.Idiom | None
 
@@ -332,7 +332,9 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
         top = {**says[0], "samples": int(alike["samples"].sum())}
         place = Place(str(top["file"]), int(top["line"]), str(top["function"]), share=float(top["samples"] / of))
     near = mine[(mine["function"] == top["function"]) & (mine["file"] == top["file"])]
-    near = near[(near["line"] - top["line"]).abs() <= AROUND]
+    # Of a function that makes constants, all is as needless as its first line.
+    if not (top["callers"] and name in idioms.OF_FUNCTIONS):
+        near = near[(near["line"] - top["line"]).abs() <= AROUND]
     callers = tuple(Place(file, line, caller) for caller, file, line in top["callers"])
     share = float(near["samples"].sum() / of)
     return CostlyLine(place, callers, share, str(top["text"]), idioms.BY_NAME.get(name))

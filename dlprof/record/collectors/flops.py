@@ -447,7 +447,7 @@ def _mode(counts: _Counts) -> Any:
 
 
 def _product(args: Any, out: Any) -> int:
-    if args[0].is_sparse or args[0].is_sparse_csr:  # each value that is there times a row
+    if str(args[0].layout) != "torch.strided":  # each value that is there times a row
         return int(2 * args[0]._nnz() * out.shape[-1])
     return int(2 * out.numel() * args[0].shape[-1])
 
@@ -624,8 +624,10 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         if getattr(value, "is_sparse", False):
             yield from (value._indices(), value._values())
-        elif getattr(value, "is_sparse_csr", False):
+        elif (layout := str(getattr(value, "layout", "")).removeprefix("torch.sparse_")) in ("csr", "bsr"):
             yield from (value.crow_indices(), value.col_indices(), value.values())
+        elif layout in ("csc", "bsc"):  # as the transpose of the former, of which the backward pass makes a product
+            yield from (value.ccol_indices(), value.row_indices(), value.values())
         elif hasattr(value, "untyped_storage"):  # a storage itself has none
             yield value
         elif isinstance(value, (tuple, list)):

@@ -335,7 +335,7 @@ class Flows:
     def _multiplied(self, call: Call, tensors: list[Any], args: Any) -> None:
         """Keep a product with a weight that was made of factors, or of one-hot rows; a convolution after enlarging."""
         rows = args[call.operator in _WITH_SUM]
-        if call.operator in _PRODUCTS:
+        if call.operator in _PRODUCTS and _is_strided(rows):
             if _storage(rows) in self._one_hot:
                 self._keep("one_hot", call)
             elif not rows.requires_grad and _storage(rows) not in self._made and (share := _not_zero(rows)) <= _SPARSE:

@@ -96,6 +96,26 @@ SCORE = "update (/w/metric.py:12);distance (/w/metric.py:5)"
 
 
 @pytest.mark.parametrize(
+    ("way", "text", "share"),
+    [
+        ("normal (/w/net.py:{})", "loops = torch.arange(nodes)", 0.9),  # all of the function's lines
+        ("normal (/w/net.py:{})", "x = twice(x)", 0.5),
+        ("forward (/w/net.py:{})", "loops = torch.arange(nodes)", 0.5),  # which does other things, too
+    ],
+)
+def test_all_of_a_function_that_makes_constants_is_needless(tmp_path: Path, way: str, text: str, share: float) -> None:
+    model = f"{EPOCH.format(60)};{MODEL};forward (/w/net.py:7)"
+    called = f"{model};{way}" if way.startswith("normal") else f"{EPOCH.format(60)};{MODEL};{way}"
+    stacks = {called.format(line): n for line, n in ((20, 50), (30, 40))} | {f"{model};{MODEL};forward (/w/l.py:3)": 10}
+    stacks[f"{EPOCH.format(61)};backward (/v/lib/python3.11/site-packages/torch/_tensor.py:600)"] = 30
+    path = recorded(tmp_path, stacks, lines=[["/w/net.py", 20, text], ["/w/net.py", 30, "return scale"]])
+    frame = runs.measured(path, costly_lines).frame(costly_lines)
+    found = costliest(Maybe(lambda: frame), 0, "forward")
+    assert found is not None
+    assert found.share == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
     ("way", "callers"),
     [
         (f"{EPOCH.format(70)};{SCORE}", [("update", "metric.py", 12), ("epoch", "train.py", 70)]),

@@ -158,7 +158,9 @@ def _seen(
             if phase != "rest" or any(is_at(call, line.place.file, line.place.line) for call in losses):
                 own, *also = (ns[rank, one] for one in passes)
                 times = _backward(line_work, rank, line)
-                part = (1.0 if phase == "rest" else line.share) * sum(also)
+                # Constants have no gradient.
+                passed = 1.0 if phase == "rest" else 0.0 if line.idiom.name in idioms.OF_FUNCTIONS else line.share
+                part = passed * sum(also)
                 took = line.share * own + (part if times is None else min(line.share * own * times, sum(also)))
                 found[rank] = max(found.get(rank, (0.0, "", line)), (took, phase, line), key=lambda one: one[0])
     return found
@@ -195,7 +197,8 @@ def explain(estimate: Estimate, mean_step_ns: float = needs(mean_step_ns)) -> Ex
         sure += " it."
         title = "A line of the script does more than it must"
     else:
-        name, alone = _NAMED[phase], phase == "backward"
+        name = _NAMED[phase]
+        alone = phase == "backward" or (line.idiom is not None and line.idiom.name in idioms.OF_FUNCTIONS)
         both = ":" if alone else "; with its part of the backward pass that is"
         summary = f"{percent(line.share)} of the stacks in {name} of rank {estimate.worst} are in {line.shown}"
         summary += f" and the lines around it{both} up to {duration(took)} of a step."
