@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pandas as pd
 import pytest
 
+from dlprof.analysis import idioms
 from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.engine import Maybe
 from dlprof.analysis.estimate import Rule
-from dlprof.analysis.host.parts import held_up
+from dlprof.analysis.host.parts import ON_CPU, HeldUp, held_up
 from dlprof.analysis.host.rules import (
     anomaly_mode,
     busy_thread,
@@ -397,3 +400,25 @@ def test_another_thread_at_work_in_a_job_too_short_to_count_its_waits(tmp_path: 
     other = MAIN.replace("0x1", "0x2").replace("MainThread", "Thread-1")
     burst(path, {f"{MAIN};<module> (/w/train.py:9)": 60, f"{other};poll (/w/train.py:5)": 40})
     hold(ask(busy_thread.RULE, path), saving=11.0, at_most=True, lines=[5])
+
+
+@pytest.mark.parametrize(
+    ("phase", "line", "left"),
+    [("forward", False, 5.0), ("forward", True, 8.0), ("", False, 8.0)],
+    ids=["no line is known", "a loop is", "between the phases"],
+)
+def test_a_thread_without_a_core_is_no_python(phase: str, line: bool, left: float) -> None:
+    row = {"rank": 0, "doing": "forward", "function": "forward", "file": "net.py", "line": 5, "text": "", "callers": ()}
+    lines = pd.DataFrame([row | {"idiom": idioms.LOOPS if line else "", "samples": 90, "of": 100}])
+    work = pd.DataFrame({"rank": [0], "phase": [phase], "name": ["Python"], "ns": [9.0]})
+    waits = pd.DataFrame({"rank": [0], "waits_ns": [3.0]})
+    found = host_bound.check(
+        HeldUp(ON_CPU, 8.0, {0: 8.0}, 1.0),
+        work,
+        Maybe(lambda: work),
+        100.0,
+        Maybe(lambda: lines),
+        Maybe(lambda: waits),
+        cast(Any, None),
+    )
+    assert found.saving_ns == left

@@ -11,7 +11,8 @@ the trace is a part of one; and where the step cannot be captured, as its sizes 
 
 Saving: on a GPU the traced steps, at the pace of those that were not traced, replayed with the launches of a captured
 graph, which leave a µs between kernels. Where the traces of all ranks are here, what all have: one that has more is a
-`straggler`. On a CPU all of it, less what `step_python` keeps.
+`straggler`. On a CPU all of it, less what `step_python` keeps; and where no line of the script's is known to take it,
+less the time in which the training thread was ready and had no core.
 
 Where the model is called 4 times or more for one backward pass, the calls are replayed as one.
 
@@ -29,12 +30,14 @@ from dlprof import schema
 from dlprof.analysis import idioms, settings
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, maybe, needs, per_rank
+from dlprof.analysis.engine import by_rank as of_ranks
 from dlprof.analysis.estimate import COMPILED, UNKNOWN, Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.host.gaps import HOST, PYTHON, SAVES_FROM, host_work, launch_means, model_calls
 from dlprof.analysis.host.parts import MANY_CALLS, ON_CPU, ON_DEVICE, HeldUp, held_up
 from dlprof.analysis.host.stacks import COMPUTING, hottest, hottest_own, hottest_place, shown
 from dlprof.analysis.host.waiting import sync_waits
 from dlprof.analysis.input.loader import before_forward
+from dlprof.analysis.machine.cores import core_waits
 from dlprof.analysis.panel import table
 from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
 from dlprof.analysis.source.where import Option, options, with_option
@@ -87,6 +90,7 @@ def check(
     capturing: Maybe[Frame] = maybe(capturing),
     mean_step_ns: float = needs(mean_step_ns),
     costly_lines: Maybe[Frame] = maybe(costly_lines),
+    core_waits: Maybe[Frame] = maybe(core_waits),
     job: Job = needs(JOB),
 ) -> Estimate:
     work = host_work[host_work["rank"] == worst(held_up.by_rank_ns)]
@@ -95,7 +99,11 @@ def check(
         if not by_rank:
             return nothing("the script's own lines wait for other ranks")
         gain = held_up.gain_ns if worst(held_up.by_rank_ns) in by_rank else min(held_up.gain_ns, max(by_rank.values()))
-        work = host_work[host_work["rank"] == worst(by_rank)]
+        rank = worst(by_rank)
+        work = host_work[host_work["rank"] == rank]
+        # Where no line is known that takes it, the thread may as well have been ready and without a core.
+        if (phase := _phase(work)) and _line(costly_lines, rank, phase) is None and core_waits.or_none() is not None:
+            gain = max(gain - of_ranks(core_waits.get(), "waits_ns").get(rank, 0.0), 0.0)
         return Estimate(
             saving_ns=gain,
             by_rank_ns=by_rank,
@@ -121,6 +129,19 @@ def check(
         loses=f"is lost because the device waits for the launches of the {settings.passes(job)}",
         seen=(ON_DEVICE, work, calls if loop is None else loop),
     )
+
+
+def _phase(work: Frame) -> str:
+    """Return the phase that most of the host's work of a rank is in; "": between them."""
+    return str(work.groupby("phase")["ns"].sum().idxmax()) if len(work) else ""
+
+
+def _line(costly_lines: Maybe[Frame], rank: int, phase: str) -> CostlyLine | None:
+    """Return the line of a rank that takes this time: of a phase only one that is a loop."""
+    # A loop in the forward pass, or in a loss, is also what makes the backward pass long.
+    seen = [costliest(costly_lines, rank, one) for one in (("forward", "rest") if phase else ("rest",))]
+    known = [one for one in seen if one and (not phase or (one.idiom and one.idiom.name == idioms.LOOPS))]
+    return known[0] if known else None
 
 
 def _meets_others(lines: Maybe[Frame], rank: int) -> bool:
@@ -152,7 +173,7 @@ def explain(
     job: Job = needs(JOB),
 ) -> Explanation:
     rank, (where, work, more) = estimate.worst, estimate.seen
-    phase = str(work.groupby("phase")["ns"].sum().idxmax()) if len(work) else ""
+    phase = _phase(work)
     in_python = float(work.loc[work["name"] == PYTHON, "ns"].sum()) / max(float(work["ns"].sum()), 1.0)
     traced = bool((step_means["source"] == "trace").all())
     work = work.assign(name=[short(name, 120) for name in work["name"]], phase=work["phase"].replace("", "between"))
@@ -173,10 +194,7 @@ def explain(
     # A range of the user's may lie in any of them.
     doing = (phase,) if phase in COMPUTING else COMPUTING if phase or besides else ("rest",)
     seen = hottest_own(hottest, rank, *doing)
-    # A loop in the forward pass, or in a loss, is also what makes the backward pass long.
-    seen_lines = [costliest(costly_lines, rank, one) for one in (("forward", "rest") if phase else ("rest",))]
-    known = [one for one in seen_lines if one and (not phase or (one.idiom and one.idiom.name == idioms.LOOPS))]
-    line = known[0] if known and not besides else None
+    line = None if besides else _line(costly_lines, rank, phase)
     changes = [] if line is None else [change(line.advice(between=not phase))]
     if line is None and not phase and in_python > 0.5 and not traced:
         place = hottest_place(hottest, rank, *doing)
