@@ -120,6 +120,29 @@ def test_a_line_is_known_by_one_beside_it_of_which_it_is_part(
 
 
 @pytest.mark.parametrize(
+    ("calls", "ns", "loop", "took"),
+    [
+        (150, 5 * MS, "loops_in_python", 22 * MS),  # with the line beside it, 300 together
+        (80, 5 * MS, "loops_in_python", 0),  # too few are as many layers, or parts of a batch
+        (150, 5 * MS, "", 0),
+        (150, 20 * MS, "loops_in_python", 0),  # each as long as a layer
+    ],
+)
+def test_a_loop_over_elements_is_known_by_the_stacks(calls: int, ns: int, loop: str, took: int) -> None:
+    at = {"rank": 0, "file": "/w/net.py", "function": "similarity", "phase": "forward", "operators": "aten::sum"}
+    at |= {"of_ns": 99.0 * MS, "second_ns": 9.0 * MS, "calls": calls}
+    rows = [
+        at
+        | {"line": 9, "source": "rows.append(f(x))", "forward_ns": ns, "backward_ns": 9.0 * MS, "gain_ns": 15.0 * MS},
+        at | {"line": 8, "source": "own = g(x)", "forward_ns": 3.0 * MS, "backward_ns": 4.0 * MS, "gain_ns": math.nan},
+    ]
+    stacks = pd.DataFrame({"rank": [0, 1], "function": "similarity", "line": 9, "idiom": [loop, idioms.LOOPS]})
+    found = costly_line._traced(pd.DataFrame(rows), stacks)
+    assert {rank: (ns, line.place.line) for rank, (ns, _, line) in found.items()} == ({0: (took, 9)} if took else {})
+    assert costly_line._traced(pd.DataFrame(rows), None) == {}
+
+
+@pytest.mark.parametrize(
     ("function", "rank", "ns"), [("penalty", 0, 15.0), ("another", 0, 0.0), ("penalty", 1, 0.0)], ids=str
 )
 def test_a_line_that_differentiates_has_what_grad_takes(function: str, rank: int, ns: float) -> None:

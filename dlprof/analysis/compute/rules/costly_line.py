@@ -160,8 +160,8 @@ def _seen(
                 times = _backward(line_work, rank, line)
                 # Constants have no gradient.
                 passed = 1.0 if phase == "rest" else 0.0 if line.idiom.name in idioms.OF_FUNCTIONS else line.share
-                part = passed * sum(also)
-                took = line.share * own + (part if times is None else min(line.share * own * times, sum(also)))
+                back = passed * sum(also) if times is None else min(line.share * own * times, sum(also))
+                took = line.share * own + back
                 found[rank] = max(found.get(rank, (0.0, "", line)), (took, phase, line), key=lambda one: one[0])
     return found
 
