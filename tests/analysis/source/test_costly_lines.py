@@ -113,6 +113,7 @@ def test_all_of_a_function_that_makes_constants_is_needless(tmp_path: Path, way:
     found = costliest(Maybe(lambda: frame), 0, "forward")
     assert found is not None
     assert found.share == pytest.approx(share)
+    assert costly_line._has_no_gradient(found) == (share > 0.5)
 
 
 @pytest.mark.parametrize(

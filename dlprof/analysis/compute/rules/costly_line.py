@@ -158,12 +158,16 @@ def _seen(
             if phase != "rest" or any(is_at(call, line.place.file, line.place.line) for call in losses):
                 own, *also = (ns[rank, one] for one in passes)
                 times = _backward(line_work, rank, line)
-                # Constants have no gradient.
-                passed = 1.0 if phase == "rest" else 0.0 if line.idiom.name in idioms.OF_FUNCTIONS else line.share
+                passed = 1.0 if phase == "rest" else 0.0 if _has_no_gradient(line) else line.share
                 back = passed * sum(also) if times is None else min(line.share * own * times, sum(also))
                 took = line.share * own + back
                 found[rank] = max(found.get(rank, (0.0, "", line)), (took, phase, line), key=lambda one: one[0])
     return found
+
+
+def _has_no_gradient(line: CostlyLine) -> bool:
+    """Return whether a line is in a function that makes constants."""
+    return bool(line.callers) and line.idiom is not None and line.idiom.name in idioms.OF_FUNCTIONS
 
 
 # Operators of a line that take as long each on average are no work that is split too finely.
@@ -198,7 +202,7 @@ def explain(estimate: Estimate, mean_step_ns: float = needs(mean_step_ns)) -> Ex
         title = "A line of the script does more than it must"
     else:
         name = _NAMED[phase]
-        alone = phase == "backward" or (line.idiom is not None and line.idiom.name in idioms.OF_FUNCTIONS)
+        alone = phase == "backward" or _has_no_gradient(line)
         both = ":" if alone else "; with its part of the backward pass that is"
         summary = f"{percent(line.share)} of the stacks in {name} of rank {estimate.worst} are in {line.shown}"
         summary += f" and the lines around it{both} up to {duration(took)} of a step."
