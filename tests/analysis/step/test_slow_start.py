@@ -33,6 +33,7 @@ BACKWARD, FORWARD = STEP.format("backward", "_tensor.py"), STEP.format("_call_im
 # A loop over files, at one line of the script, in which a function takes its time in lines that are far apart.
 SCANS = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:5)'
 SCANNED = f"{SCANS};scanned (/w/data.py:{{}})"
+WINDOWS = f"{SCANS};Windows.{{}} (/w/data.py:{{}})"
 OTHER = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:6);scanned (/w/data.py:60)'
 ALSO = LOADS.replace("<module> (/w/train.py:3)", "<module> (/w/train.py:8);texts (/w/data.py:70)")
 CUT = 'process 7:"";thread (7): MainThread;read (/lib/python3/site-packages/pandas/io/x.py:9)'
@@ -85,6 +86,14 @@ def place(found: Outcome) -> str:
             {SCANNED.format(20): 160, SCANNED.format(40): 90, SCANS: 50, OTHER: 40, LOADS: 60, CUT: 99},
             ("data.py:20", "keep the result", 15 / 33),
             id="a function in several lines",
+        ),
+        # 240 of 400 in two methods of one object, 60 in another function of the same line.
+        pytest.param(
+            20,
+            0,
+            {WINDOWS.format("each", 20): 200, WINDOWS.format("all", 40): 40, SCANNED.format(60): 60, LOADS: 100},
+            ("data.py:20", "keep the result", 12 / 33),
+            id="methods of an object",
         ),
         # The first step may be long, and is no part of the start.
         pytest.param(20, 0, {LOADS: 300, WAITS: 100, BACKWARD: 900}, ("train.py:3", "", 15 / 33), id="a first step"),

@@ -98,14 +98,16 @@ def check(
 
 def _share(lines: Frame, line: CostlyLine, way: tuple[str, str, int]) -> float:
     """Return the share of a rank's start that a line takes with those of its function that the same line led to, with
-    that one, and with all that are known to do the same: a loop over files takes its time in several lines. Where it
-    waits for workers, with all waits for these.
+    that one, with those of its object, and with all that are known to do the same: a loop over files takes its time in
+    several lines. Where it waits for workers, with all waits for these.
     """
     led = lines[lines["doing"].isin(("start", "start_wait"))]
     root = line.place.function.partition(".<locals>")[0]
     does = {line.idiom.name} - {LOOPS} if line.idiom else set()
     at = (led["file"] == line.place.file) & (led["line"] == line.place.line)
     near = (led["function"].str.partition(".<locals>")[0] == root) | ((led["file"] == way[1]) & (led["line"] == way[2]))
+    if owner := root.rpartition(".")[0]:  # methods of one object work together
+        near |= led["function"].str.startswith(f"{owner}.")
     counts = (near & (led["via"].map(way.__eq__))) | led["idiom"].isin(does)
     counts |= led["doing"].isin({"start_wait"} & set(led["doing"][at]))
     return float(led["samples"][counts].sum()) / max(float(led.drop_duplicates("doing")["of"].sum()), 1.0)
