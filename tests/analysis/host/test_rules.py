@@ -404,13 +404,17 @@ def test_another_thread_at_work_in_a_job_too_short_to_count_its_waits(tmp_path: 
 
 @pytest.mark.parametrize(
     ("phase", "line", "left"),
-    [("forward", False, 5.0), ("forward", True, 8.0), ("", False, 8.0)],
-    ids=["no line is known", "a loop is", "between the phases"],
+    [("forward", False, 5.0), ("optimizer", False, 0.5 * 8 - 3), ("forward", True, 8.0), ("", False, 8.0)],
+    ids=["no line is known", "nor of the optimizer", "a loop is", "between the phases"],
 )
-def test_a_thread_without_a_core_is_no_python(phase: str, line: bool, left: float) -> None:
+def test_without_a_line_a_change_is_of_its_phases_and_no_core_is_no_python(phase: str, line: bool, left: float) -> None:
     row = {"rank": 0, "doing": "forward", "function": "forward", "file": "net.py", "line": 5, "text": "", "callers": ()}
     lines = pd.DataFrame([row | {"idiom": idioms.LOOPS if line else "", "samples": 90, "of": 100}])
-    work = pd.DataFrame({"rank": [0], "phase": [phase], "name": ["Python"], "ns": [9.0]})
+    phases = {"forward": 4.0, "backward": 2.0, "optimizer": 2.0, "": 0.0} | (
+        {"optimizer": 6.0} if phase[:1] == "o" else {}
+    )
+    phases = phases if phase else {"": 9.0}
+    work = pd.DataFrame({"rank": 0, "phase": [*phases], "name": "Python", "ns": [*phases.values()]})
     waits = pd.DataFrame({"rank": [0], "waits_ns": [3.0]})
     found = host_bound.check(
         HeldUp(ON_CPU, 8.0, {0: 8.0}, 1.0),

@@ -12,7 +12,7 @@ the trace is a part of one; and where the step cannot be captured, as its sizes 
 Saving: on a GPU the traced steps, at the pace of those that were not traced, replayed with the launches of a captured
 graph, which leave a µs between kernels. Where the traces of all ranks are here, what all have: one that has more is a
 `straggler`. On a CPU all of it, less what `step_python` keeps; and where no line of the script's is known to take it,
-less the time in which the training thread was ready and had no core.
+of the optimizer's time that alone, less the time in which the training thread was ready and had no core.
 
 Where the model is called 4 times or more for one backward pass, the calls are replayed as one.
 
@@ -101,9 +101,12 @@ def check(
         gain = held_up.gain_ns if worst(held_up.by_rank_ns) in by_rank else min(held_up.gain_ns, max(by_rank.values()))
         rank = worst(by_rank)
         work = host_work[host_work["rank"] == rank]
-        # Where no line is known that takes it, the thread may as well have been ready and without a core.
-        if (phase := _phase(work)) and _line(costly_lines, rank, phase) is None and core_waits.or_none() is not None:
-            gain = max(gain - of_ranks(core_waits.get(), "waits_ns").get(rank, 0.0), 0.0)
+        if (phase := _phase(work)) and _line(costly_lines, rank, phase) is None:
+            if phase == "optimizer":  # a fused one reaches nothing else
+                gain *= float(work.loc[work["phase"] == phase, "ns"].sum() / work["ns"].sum())
+            # The thread may as well have been ready and without a core.
+            waits = {} if core_waits.or_none() is None else of_ranks(core_waits.get(), "waits_ns")
+            gain = max(gain - waits.get(rank, 0.0), 0.0)
         return Estimate(
             saving_ns=gain,
             by_rank_ns=by_rank,
