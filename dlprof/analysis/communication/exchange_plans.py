@@ -473,8 +473,7 @@ def exchange_plans(
             " gradients: kept whole between them, once is the same"
         )
         around = by_rank(sharding.get(), "around_ns") if settings.on_cpu(job) and sharding.or_none() is not None else {}
-        work = pd.Series(around, dtype=float).reindex(exposed_transfer.index).fillna(0.0)
-        plans.append(Plan(what, "once", saves((exposed_transfer + work) * (batches - 1) / batches), why))
+        plans.append(Plan(what, "once", saves(_needless(exposed_transfer, around, batches)), why))
     elif ddp and batches > 1 and between >= FOR_NOTHING:
         what, more = "exchange once for each step of the optimizer (`no_sync()`)", (batches - 1) * between
         why = (
@@ -482,14 +481,24 @@ def exchange_plans(
             " exchange of their sum is the same"
         )
         filled = by_rank(bucket_copies.get(), "ns") if bucket_copies.or_none() is not None else {}
-        work = pd.Series(filled, dtype=float).reindex(transfer.index).fillna(0.0)
-        plans.append(Plan(what, "once", saves(transfer * (more / (more + 1)) + work * (batches - 1) / batches), why))
+        plans.append(Plan(what, "once", saves(_needless(transfer, filled, batches, more / (more + 1))), why))
     else:
         why = "the optimizer then steps once for so many batches"
         for key, n in (("half", 2), ("quarter", 4)):
             plans.append(Plan(f"exchange every {n} batches", key, saves(transfer * (1 - 1 / n)), why))
     plans += _compressed(transfers[among(transfers, gradients)], fitted, model, transfer, saves)
     return pd.DataFrame(map(asdict, plans))
+
+
+def _needless(
+    transfer: pd.Series[float], work: Mapping[int, float], batches: float, share: float | None = None
+) -> pd.Series[float]:
+    """Return what each rank need not do where so many batches exchange and one would do, ns: of the transfer (`share`
+    of it, where that is known better), and of the wrapper's own work.
+    """
+    part = (batches - 1) / batches
+    own = pd.Series(work, dtype=float).reindex(transfer.index).fillna(0.0)
+    return transfer * (part if share is None else share) + own * part
 
 
 @across_ranks

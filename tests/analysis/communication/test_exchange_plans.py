@@ -13,6 +13,7 @@ import pytest
 
 from dlprof.analysis.communication.collectives import NO_COLLECTIVES
 from dlprof.analysis.communication.exchange_plans import (
+    _needless,
     _without_buffers,
     activations,
     exchange_plans,
@@ -419,6 +420,11 @@ def test_the_batches_that_are_exchanged_are_where_the_most_forward_passes_are() 
     calls.append(Call("backward", "train.py", 8, "main", "loss.backward()", count=64))
     assert exposed_communication._batch(calls) == (Place("train.py", 7, "main", what="y7"),)
     assert exposed_communication._batch(calls[3:]) == ()
+
+
+@pytest.mark.parametrize(("share", "needless"), [(None, [9.0 + 6.0, 12.0]), (0.5, [6.0 + 6.0, 8.0])])
+def test_one_exchange_for_four_batches_saves_the_work_around_three(share: float | None, needless: list[float]) -> None:
+    assert _needless(pd.Series({0: 12.0, 1: 16.0}), {0: 8.0}, 4.0, share).tolist() == needless
 
 
 def test_without_buffers_their_copies_are_saved_too() -> None:
