@@ -57,6 +57,17 @@ class Idiom(Struct, frozen=True):
 # A line that differentiates: what it creates is differentiated once more in the backward pass.
 JACOBIAN = "jacobian_by_rows"
 
+# Pictures that are made anew for each epoch by what comes out the same, as the names of their transforms say; and the
+# work on pictures that this is then.
+SAME_PICTURES = "same_pictures"
+OF_PICTURES = ("augmented", "picture_resized", "picture_to_tensor")
+DRAW_NOTHING = frozenset(
+    (
+        *("CenterCrop", "ConvertImageDtype", "Grayscale", "Normalize", "PILToTensor", "Pad", "Resize", "ToDtype"),
+        *("ToImage", "ToTensor", "LongestMaxSize", "PadIfNeeded", "SmallestMaxSize", "ToTensorV2"),
+    )
+)
+
 # What goes on in all lines of a function that one of them calls so.
 OF_FUNCTIONS = ("constants_anew",)
 
@@ -590,6 +601,14 @@ IDIOMS: tuple[Idiom, ...] = (
         frames=r"to_tensor \(torchvision",
         source=r"\b(ToTensor|to_tensor)\(",
         first=False,
+    ),
+    Idiom(
+        SAME_PICTURES,
+        "makes the same tensor of a picture in every epoch: none of its transforms draws a number",
+        "make the tensors once, before training, keep them as one where memory allows, and take a batch of it with one"
+        " index (`__getitems__`, or a `BatchSampler` as the sampler and `batch_size=None`)",
+        _PYTORCH + "data.html#disable-automatic-batching",
+        DATA,
     ),
     Idiom(
         "augmented",
@@ -1126,6 +1145,10 @@ LOOPS = "loops_in_python"
 FILTERED = "made_then_filtered"
 
 
+# Where libraries are installed: their files are named from there.
+_PACKAGES = re.compile(r"\(.*[/\\](site|dist)-packages[/\\]")
+
+
 @cache
 def known(source: str, frames: tuple[str, ...], doing: str) -> Idiom | None:
     """Return what a line is known to be: by its source first, then by what it calls, the innermost first.
@@ -1133,6 +1156,7 @@ def known(source: str, frames: tuple[str, ...], doing: str) -> Idiom | None:
     `frames`: the function that it stands in, and those of libraries that it was seen in, "function (file:line)", the
     outermost first.
     """
+    frames = tuple(_PACKAGES.sub("(", frame) for frame in frames)
     fitting = [
         one
         for one in IDIOMS

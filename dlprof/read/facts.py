@@ -81,6 +81,7 @@ RANK: Mapping[str, Shape] = {
             **_all(bool, "pin_memory persistent_workers"),
             "collate": {**_all(str, "name file"), "line": int},
             "objects": [{**_all(str, "class name kind"), "length": int}],
+            "transforms": [str],
         }
     ],
     "models": [

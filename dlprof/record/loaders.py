@@ -121,6 +121,7 @@ def settings_of(loader: Any) -> dict[str, Any]:
         "dataset_length": _length(dataset),
         "iterable": iterable,
         "objects": _objects(dataset),
+        "transforms": _transforms(dataset),
         "shuffle": {"RandomSampler": True, "SeedableRandomSampler": True, "SequentialSampler": False}.get(
             type(sampler).__name__, getattr(sampler, "shuffle", None)
         ),
@@ -225,6 +226,27 @@ def _objects(dataset: Any) -> list[dict[str, Any]]:
         ]
         dataset = held.get("dataset")
     return found
+
+
+def _transforms(dataset: Any) -> list[str]:
+    """Return what a data set, or the one that it wraps, does to its pictures: names of classes, in order; []: unknown.
+
+    It is looked for where torchvision's data sets keep it, as many of users do.
+    """
+    left: list[Any] = []
+    for _ in range(_MOST_WRAPPED):
+        held = getattr(dataset, "__dict__", None) or {}
+        left = left or [one for name in ("transform", "transforms") if (one := held.get(name)) is not None][:1]
+        dataset = held.get("dataset")
+    names: list[str] = []
+    while left and len(names) < _MOST_PARTS:
+        one = left.pop(0)
+        parts = getattr(one, "__dict__", {}).get("transforms")
+        if type(one).__name__ == "Compose" and isinstance(parts, (list, tuple)):
+            left = [*parts, *left]
+        else:
+            names.append(type(one).__name__)
+    return names
 
 
 # A subset of a mapped data set of the script's.

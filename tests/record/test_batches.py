@@ -38,7 +38,8 @@ from tests.fixtures.ticking import Job
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler  # noqa: E402
+from torch.nn import Dropout, ReLU  # noqa: E402
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset  # noqa: E402
 
 Pair = namedtuple("Pair", "image label")
 NUMBERS: Any = list(range(10))
@@ -56,6 +57,23 @@ class Many(Dataset[Any]):
 
     def __init__(self, dataset: Any = None) -> None:
         self.dataset, self.rows, self.few = dataset, [None] * 100_000, [1]
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Compose:
+    """Holds transforms as torchvision's and albumentations' do."""
+
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = list(transforms)
+
+
+class Pictures(Dataset[Any]):
+    """Keeps its transforms as torchvision's data sets do."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
 
     def __len__(self) -> int:
         return 4
@@ -88,6 +106,11 @@ DEFAULT = multiprocessing.get_start_method(allow_none=True) or multiprocessing.g
         (DataLoader(NUMBERS, batch_sampler=AROUND), {"batch_size": 3, "shuffle": True}),
         (DataLoader(Many()), {"objects": [ROWS]}),
         (DataLoader(Many(Many(NUMBERS))), {"objects": [ROWS, ROWS]}),
+        (
+            DataLoader(Subset(Pictures(Compose(Compose(Dropout()), ReLU())), [0])),
+            {"transforms": ["Dropout", "ReLU"], "dataset": "Subset"},
+        ),
+        (DataLoader(Pictures(None)), {"transforms": []}),
         (DataLoader(NUMBERS, batch_size=None), {"batch_size": None}),  # its samples are batches
     ],
 )

@@ -16,7 +16,7 @@ import pandas as pd
 from msgspec import Struct
 
 from dlprof import schema
-from dlprof.analysis import idioms
+from dlprof.analysis import idioms, settings
 from dlprof.analysis.engine import JOB, RANK, Frame, Job, Maybe, RankFacts, across_ranks, maybe, needs, per_rank
 from dlprof.analysis.estimate import UNKNOWN
 from dlprof.analysis.host.stacks import (
@@ -76,6 +76,12 @@ def line_shares(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RA
     frame = frame.sort_values(["doing", "own", "samples", "file", "line"], ascending=[True, False, False, True, True])
     nth = frame.groupby(["doing", "own"]).cumcount()
     return frame[nth < frame["own"].map({True: MOST_LINES, False: MOST_LIBRARY})].reset_index(drop=True)
+
+
+def plays(lines: Maybe[pd.DataFrame], rank: int) -> bool:
+    """Return whether a rank was seen, by its `line_shares`, in an environment of reinforcement learning."""
+    frame, known = lines.or_none(), idioms.BY_NAME["games_played"].frames
+    return frame is not None and any(re.search(known, text) for text in frame.loc[frame["rank"] == rank, "library"])
 
 
 def _innermost(stack: list[str], directory: str) -> tuple[tuple[bool, str, int, str], str]:
@@ -146,7 +152,9 @@ def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(R
     `samples`: in this line and what it calls in libraries; `of`: all of that doing.
     """
     making = [one for one in seen_doing(stacks) if one[0] not in idioms.DATA or any(map(_MAKES.search, one[1]))]
-    return _costly(making, rank, idioms.BY_NAME["rows_of_tensors"] if _reads_tensors(rank) else None)
+    table = _costly(making, rank, idioms.BY_NAME["rows_of_tensors"] if _reads_tensors(rank) else None)
+    same = table["doing"].isin(idioms.DATA) & table["idiom"].isin(idioms.OF_PICTURES) & _draws_nothing(rank)
+    return table.assign(idiom=table["idiom"].mask(same, idioms.SAME_PICTURES))
 
 
 def _reads_tensors(rank: RankFacts) -> bool:
@@ -158,6 +166,12 @@ def _reads_tensors(rank: RankFacts) -> bool:
         and (one.get("collate") or {}).get("name") == "default_collate"
         for one in loaders
     )
+
+
+def _draws_nothing(rank: RankFacts) -> bool:
+    """Return whether what a rank's training loader does to its pictures comes out the same each time."""
+    names = settings.loader_of(rank.facts).get("transforms") or []
+    return bool(names) and idioms.DRAW_NOTHING.issuperset(names)
 
 
 @per_rank

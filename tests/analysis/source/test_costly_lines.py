@@ -151,6 +151,8 @@ def test_the_lines_that_call_the_costliest_are_named(
 
 
 COLLATE = "collate (/v/lib/python3.11/site-packages/torch/utils/data/_utils/collate.py:155)"
+TO_TENSOR = "to_tensor (/v/lib/python3.11/site-packages/torchvision/transforms/functional.py:171)"
+PICTURES: dict[str, Any] = {"dataset": "MNIST", "role": "train", "transforms": ["ToTensor", "Normalize"]}
 TENSORS = {"dataset": "TensorDataset", "batch_size": 32, "collate": {"name": "default_collate"}}
 
 
@@ -162,9 +164,15 @@ TENSORS = {"dataset": "TensorDataset", "batch_size": 32, "collate": {"name": "de
         ([TENSORS, TENSORS | {"dataset": "Images"}], MAKE, ""),
         ([TENSORS | {"collate": {"name": "joined"}}], MAKE, ""),
         ([TENSORS | {"batch_size": None}], MAKE, ""),
+        # Pictures of which each epoch makes the same, and pictures that are drawn anew, or of which that is not known.
+        ([PICTURES], f"{MAKE};{TO_TENSOR}", "same_pictures"),
+        ([PICTURES | {"transforms": ["RandomCrop", "ToTensor"]}], f"{MAKE};{TO_TENSOR}", "picture_to_tensor"),
+        ([PICTURES | {"transforms": []}], f"{MAKE};{TO_TENSOR}", "picture_to_tensor"),
+        ([PICTURES | {"role": "validation"}], f"{MAKE};{TO_TENSOR}", "picture_to_tensor"),
+        ([PICTURES], f"{LOOP};{TO_TENSOR}", ""),
     ],
 )
-def test_a_loader_of_tensors_alone_takes_rows_out_of_them(
+def test_what_the_loader_says_of_the_line_that_makes_its_batches(
     tmp_path: Path, loaders: list[dict[str, Any]], stack: str, idiom: str
 ) -> None:
     path = recorded(tmp_path, {stack: 20})

@@ -101,6 +101,7 @@ ROLL_OUT = f"{MAIN};main (/me/rl.py:30);roll_out (/me/rl.py:20);simulate (/me/rl
 KNOWN = '#{"start_ns": 1, "end_ns": 2, "lines": [["/me/rl.py", 12, "time.sleep(0.1)"]]}\n'
 
 
+PLAYED = f"{MAIN};main (/me/rl.py:33);SyncVectorEnv.step (/v/site-packages/gymnasium/vector/sync_vector_env.py:9) 2\n"
 SCORED = (
     f"{MAIN};main (/me/rl.py:30);score (/me/rl.py:25);_call_impl (/v/site-packages/torch/nn/modules/module.py:9) 60\n"
 )
@@ -292,6 +293,9 @@ CASES = [
     case("an evaluation", PERIODIC, rolling(16, 160, stacks=SCORED, forwards=9, phase="forward"), lines=[25, 30]),
     case("one pass of a validation", PERIODIC, rolling(16, 160, stacks=SCORED, forwards=1, phase="forward"),
          says=("with 1 forward pass more", "the training set needs no pass of its own")),
+    case("passes that choose actions", PERIODIC,
+         rolling(16, 160, stacks=SCORED + PLAYED, forwards=9, phase="forward", models=[{"reads_sequences": False}]),
+         says="choose actions under `torch.inference_mode()`"),
     case("one rank does more of it", PERIODIC, rolling(10, 0, 100), ranks=(1,), saving=pytest.approx(10, rel=0.06)),
     # Without it the first rank sets the pace; what is lost is all of it.
     case("beside a slower rank", PERIODIC, rolling(10, 0, 100, first=15), ranks=(1,), saving=5.0, lost_share=10 / 17.5,

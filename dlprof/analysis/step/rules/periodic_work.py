@@ -22,7 +22,7 @@ from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.stacks import NOTABLE_SHARE, hottest, hottest_own, own_lines
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.line_shares import costliest, costly_lines
+from dlprof.analysis.source.line_shares import costliest, costly_lines, line_shares, plays
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.timeline.stalls import PERIODIC, periodic
 from dlprof.analysis.timeline.steps import mean_step_ns
@@ -40,8 +40,8 @@ _WHERE = {
 # So many forward passes of a step write something, one token at a time, or evaluate.
 _GENERATES = 8
 _GENERATE = (
-    "if these passes write token after token: keep the keys and values of the tokens that are there (a KV cache:"
-    " `past_key_values`, `use_cache=True`), and give the model only the last one"
+    "keep the keys and values of the tokens that are there (a KV cache: `past_key_values`, `use_cache=True`), if these"
+    " passes write token after token, and give the model only the last one"
     " (https://huggingface.co/docs/transformers/kv_cache); if they evaluate: larger batches, under"
     " `torch.inference_mode()`"
 )
@@ -50,6 +50,12 @@ _GENERATE = (
 _EVALUATE = (
     "evaluate under `torch.inference_mode()`, in larger batches; keep what comes out the same each time, as features of"
     " the same pictures; the training set needs no pass of its own: sum up its loss and hits while it is trained on"
+)
+
+# Of a script that steps an environment.
+_ACT = (
+    "choose actions under `torch.inference_mode()`, for more environments at once (`gymnasium.make_vec(name, num_envs=…)`);"
+    " what the loss needs of these passes (values, log-probabilities) is as good from one pass over all that was seen"
 )
 
 _COLUMNS = {"every": "one step in", "steps": "such steps", "extra_ns": "longer by_ns"}
@@ -74,6 +80,7 @@ def explain(
     hottest: Maybe[Frame] = maybe(hottest),
     costly_lines: Maybe[Frame] = maybe(costly_lines),
     own_lines: Maybe[Frame] = maybe(own_lines),
+    line_shares: Maybe[Frame] = maybe(line_shares),
     mean_step_ns: float = needs(mean_step_ns),
     job: Job = needs(JOB),
 ) -> Explanation:
@@ -98,7 +105,8 @@ def explain(
     if passes >= (1 if phase == "forward" and not known else _GENERATES) and (phase == "forward" or not known):
         models = job.facts.get(rank, {}).get("models") or ()
         reads = not models or any(model.get("reads_sequences") is not False for model in models)
-        cures.insert(0, change(_GENERATE if reads and passes >= _GENERATES else _EVALUATE))
+        evaluates = _ACT if plays(line_shares, rank) else _EVALUATE
+        cures.insert(0, change(_GENERATE if reads and passes >= _GENERATES else evaluates))
     elif line is not None:
         cures.insert(0, change(line.advice("make this line faster (in batches, without a loop in Python):")))
         where = where or ((line.place,) if line.idiom is not None else ())
