@@ -54,7 +54,7 @@ _EVALUATE = (
 
 # Of a script that steps an environment.
 _ACT = (
-    "choose actions under `torch.inference_mode()`, for more environments at once (`gymnasium.make_vec(name, num_envs=…)`);"
+    "choose actions under `torch.inference_mode()`, for more environments at once (`gymnasium.make_vec`, `num_envs=n`);"
     " what the loss needs of these passes (values, log-probabilities) is as good from one pass over all that was seen"
 )
 
