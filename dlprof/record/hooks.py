@@ -270,15 +270,32 @@ def _watch_optimizers(recorder: Recorder) -> None:
     is_traced, clock, observed = torch.compiler.is_dynamo_compiling, recorder.clock, recorder.observed
     is_captured = clock.is_captured
 
-    def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
         if is_traced() or is_captured():
-            return
+            return None
         new = clock.begin_optimizer(optimizer)
         if len(observed.optimizers) > 1:
             observed.dropped.see(optimizer, observed.optimizers)
         if new:
             observed.calls.see("optimizer_step")
             _watch_exchange(recorder, optimizer)
+        # The optimizer's step gets what is returned here instead.
+        if callable(closure := kwargs.get("closure")):
+            return args, kwargs | {"closure": timed(closure)}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], timed(args[1]), *args[2:]), kwargs
+        return None
+
+    def timed(closure: Any) -> Any:
+        @functools.wraps(closure)
+        def closing(*args: Any, **kwargs: Any) -> Any:
+            clock.begin_closure()
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                clock.end_closure()
+
+        return hidden(closing)
 
     def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not (is_traced() or is_captured()):

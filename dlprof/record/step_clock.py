@@ -27,11 +27,12 @@ from dlprof.record.observed import Observed
 if TYPE_CHECKING:
     from dlprof.record.recorder import Recorder
 
-FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
-_NONE = (0, 0, 0, 0)
+# What a closure that an optimizer calls does outside of forward and backward passes is in none of the phases.
+FETCH, FORWARD, BACKWARD, OPTIMIZER, CLOSURE = range(5)
+_NONE = (0, 0, 0, 0, 0)
 _UNTOLD = (0, 0)
 PHASES = ("fetch", "forward", "backward", "optimizer")  # their names
-_RANGES = tuple(f"dlprof::{phase}" for phase in PHASES)
+_RANGES = tuple(f"dlprof::{phase}" for phase in (*PHASES, "closure"))
 
 # The marks that the first loader takes over from.
 WEAKER = ("optimizer", "replay", "backward", "forward")
@@ -99,7 +100,7 @@ class Row:
     number: int
     start_ns: int
     lead_ns: int = -1
-    parts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # exclusive ns in FETCH, FORWARD, …
+    parts: list[int] = field(default_factory=lambda: [*_NONE])  # exclusive ns in FETCH, FORWARD, …
     fetches: int = 0
     forwards: int = 0
     backwards: int = 0
@@ -127,7 +128,7 @@ class Row:
         """Return the cells of a Step that ends now, and become the next step."""
         if self.backwards <= self.used_from and self.forwards:
             self.judge(unused=True)
-        fetch, forward, backward, optimizer = parts = self.parts
+        fetch, forward, backward, optimizer, _ = parts = self.parts
         cells = (
             self.number,
             self.start_ns,
@@ -306,12 +307,12 @@ class Phases:
     @property
     def phase(self) -> int | None:
         """The innermost phase that the training thread is in; None: in none of them."""
-        return self.phases[-1] if self.phases else None
+        return self.phases[-1] if self.phases and self.phases[-1] != CLOSURE else None
 
     @property
     def is_within(self) -> bool:
         """Return whether a module that is called now is no outermost one."""
-        return bool(self.phases) and self.phases[-1] != OPTIMIZER
+        return bool(self.phases) and self.phases[-1] < OPTIMIZER
 
     @property
     def _sees_every_call(self) -> bool:
@@ -369,7 +370,7 @@ class Phases:
         if phases:
             self.row.parts[phases[-1]] += now - self._since_ns
         phases.append(phase)
-        self.inside = phase != OPTIMIZER and not self._sees_every_call
+        self.inside = phase < OPTIMIZER and not self._sees_every_call
         if self.ranges:
             self._open_ranges[len(phases)] = self._open(_RANGES[phase])
         self._since_ns = now
@@ -643,6 +644,19 @@ class StepClock(Phases):
             self._stepped()
         except Exception as e:  # noqa: BLE001 - the script goes on
             self.fail(e)
+
+    @guarded
+    def begin_closure(self) -> None:
+        """Enter a closure that the optimizer's step calls."""
+        if not self.off and get_ident() == self.owner and self.phases and self.phases[-1] == OPTIMIZER:
+            self._push(CLOSURE)
+
+    @guarded
+    def end_closure(self) -> None:
+        """Leave it, and what it left open."""
+        if not self.off and get_ident() == self.owner and CLOSURE in self.phases:
+            while self.end() not in (CLOSURE, -1):
+                pass
 
     # -- steps
 

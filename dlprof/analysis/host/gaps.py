@@ -288,9 +288,11 @@ def host_work(
     end = start + calls["dur_ns"].to_numpy()
     code, names = calls["name"].cat.codes.to_numpy(), [*calls["name"].cat.categories, PYTHON]
     frames, left = [], host_gaps
+    thread = on_training_thread
+    closures = host.cover(thread, host.is_named(thread, host.CLOSURE))
     for phase in (*_PHASES, ""):
-        thread = on_training_thread
         when = iv.intersect(left, host.cover(thread, host.is_named(thread, *_PHASES[phase]))) if phase else left
+        when = iv.subtract(when, closures) if phase == "optimizer" else when
         left = iv.subtract(left, when)
         # The outermost calls do not overlap, so what each has of the idle time adds up.
         took = np.bincount(code, weights=iv.within(when, start, end), minlength=len(names))

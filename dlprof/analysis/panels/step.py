@@ -49,7 +49,13 @@ Row = tuple[str, int, int, str, str]  # as the columns of `excerpt` from lane on
 @within_rank
 def in_phases(on_training_thread: Frame = needs(on_training_thread)) -> list[iv.Intervals]:
     """Return when the training thread is in each of the phases that are drawn."""
-    return [host.cover(on_training_thread, host.is_named(on_training_thread, *ranges)) for _, _, ranges in _PHASES]
+    thread = on_training_thread
+    covers = [host.cover(thread, host.is_named(thread, *ranges)) for _, _, ranges in _PHASES]
+    closures = host.cover(thread, host.is_named(thread, host.CLOSURE))
+    return [
+        iv.subtract(cover, closures) if name == "optimizer" else cover
+        for cover, (name, *_) in zip(covers, _PHASES, strict=True)
+    ]
 
 
 @per_rank

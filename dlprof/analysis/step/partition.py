@@ -30,7 +30,7 @@ _EVERYTHING = np.array([[np.iinfo(np.int64).min, np.iinfo(np.int64).max]], dtype
 
 RANGES = ("Optimizer.step#", "dlprof::optimizer")
 
-_OF_CLOSURES = ("dlprof::forward", "dlprof::backward")
+_OF_CLOSURES = ("dlprof::forward", "dlprof::backward", host.CLOSURE)
 
 
 @within_rank

@@ -24,6 +24,9 @@ _MARKS = (
     "execute_new_",
 )
 
+# What a closure does that an optimizer's step calls is none of that step.
+CLOSURE = "dlprof::closure"
+
 # Code that torch.compile generated runs under these ranges and not under operators.
 COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunction")
 

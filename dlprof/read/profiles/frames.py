@@ -67,10 +67,18 @@ def phase_of(name: str, file: str) -> str:
 def phase_in(frames: Sequence[tuple[str, str, Any]]) -> str:
     """Return what the step was doing, as the recorder counts it: the outermost phase, or one inside an optimizer.
 
-    "" if the stack is in none.
+    "" if the stack is in none, as in a closure that an optimizer's step calls.
     """
     found = [phase for name, file, *_ in frames if "/torch/" in file and (phase := phase_of(name, file))]
-    return next((phase for phase in found if phase != "optimizer"), found[0] if found else "")
+    inner = next((phase for phase in found if phase != "optimizer"), "")
+    return inner or ("optimizer" if found and not _is_in_closure(frames) else "")
+
+
+def _is_in_closure(frames: Sequence[tuple[str, str, Any]]) -> bool:
+    """Return whether the step of an optimizer of PyTorch's has called code that is not PyTorch's."""
+    stepping = [name.endswith("step") and "/torch/optim/" in file for name, file, *_ in frames]
+    after = (file for (_, file, *_), steps in zip(frames[1:], stepping, strict=False) if steps)
+    return any("/torch/" not in file for file in after)
 
 
 @cache

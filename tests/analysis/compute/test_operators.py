@@ -318,10 +318,11 @@ def test_the_closure_of_a_step_is_none_of_the_optimizer(tmp_path: Path) -> None:
         traces.annotation("Optimizer.step#AdamW.step", 0, 1_000),
         traces.annotation("dlprof::forward", 100, 300),
         traces.annotation("dlprof::backward", 500, 200),
+        traces.annotation("dlprof::closure", 60, 700),
         traces.op("aten::mm", 150, 100),
     ]
     within = runs.rank_of(tmp_path, traces.trace(*events, **CPU)).once(in_optimizer)
-    assert (within - within[0, 0]).tolist() == [[0, 100], [400, 500], [700, 1_000]]
+    assert (within - within[0, 0]).tolist() == [[0, 60], [760, 1_000]]
 
 
 def test_without_an_optimizer_it_abstains(tmp_path: Path) -> None:
