@@ -989,7 +989,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "once an epoch, around the validation",
         _PYTORCH + "generated/torch.nn.Module.html#torch.nn.Module.train",
         LOOP,
-        source=r"^\w+\.(train|eval)\(\)",
+        source=r"^(?!\w*(trainer|algo)\b)\w+\.(train|eval)\(\)",
         frames=r"^Module\.(train|eval) \(",
     ),
     Idiom(

@@ -224,6 +224,7 @@ def _costly(
 ) -> pd.DataFrame:
     """Return the lines as `costly_lines` does; `of_data`: what the making of a batch is where no line says more."""
     texts, loops, steps = texts_of(rank), _loops_of(rank), training_functions(stacks)
+    trains = _hand_over(stacks)
     ways: dict[tuple[str, str, str, int], Counter[Way]] = {}
     seen: dict[tuple[str, str, str, int], Counter[str]] = {}
     of: Counter[str] = Counter()
@@ -235,7 +236,8 @@ def _costly(
         of[doing] += n
         if at is not None and frame is not None:
             place = frame[1], frame[2], int(frame[3])
-            found = idioms.known(texts.get(place[1:], ""), (f"{frame[1]} ()", *stack[at + 1 :]), doing)
+            text = "" if place[1:] in trains else texts.get(place[1:], "")
+            found = idioms.known(text, (f"{frame[1]} ()", *stack[at + 1 :]), doing)
             # In the making of a sample, nothing of a library is seen below it: functions of C, or Python's own work.
             if found is None and place[1:] in loops and (doing == "rest" or at == len(stack) - 1):
                 of_loop = idioms.known(texts.get(loops[place[1:]], ""), (), doing)
@@ -254,6 +256,26 @@ def _costly(
     columns = ["doing", "function", "file", "line", "text", "idiom", "callers", "samples", "of"]
     table = pd.DataFrame(rows, columns=columns).sort_values(["doing", "samples"], ascending=[True, False])
     return table[table.groupby("doing").cumcount() < MOST_LINES].reset_index(drop=True)
+
+
+# The frames of PyTorch's own with which a line may begin a backward pass.
+_OF_TORCH = re.compile(r"[/\\]torch[/\\]")
+
+
+def _hand_over(stacks: Sequence[tuple[str, list[str], int]]) -> set[tuple[str, int]]:
+    """Return the file and line of those that leave the training to a library, as `trainer.fit(model)` does.
+
+    Such a line is in all that the training does, and its own text says nothing of it.
+    """
+    found: set[tuple[str, int]] = set()
+    for doing, stack, _ in stacks:
+        if doing != "backward":
+            continue
+        at = next((i for i in reversed(range(len(stack))) if (f := FRAME.fullmatch(stack[i])) and is_own(f[2])), None)
+        frame = None if at is None else FRAME.fullmatch(stack[at])
+        if frame is not None and at is not None and at + 1 < len(stack) and not _OF_TORCH.search(stack[at + 1]):
+            found.add((frame[2], int(frame[3])))
+    return found
 
 
 # `dist` may be a distribution as well.

@@ -11,7 +11,7 @@ Saving: the time from the import of PyTorch to the first step's end, without its
 that were seen in one line of the script's, the line that was seen most, with the lines around it, those of its function
 that the same line of the script led to, and those that are known to do the same; all waits for workers count as one. It
 is spread over the training steps, and its share is that of the run as it was recorded: a run that trains for longer has
-less to gain.
+less to gain. Imports of less than 20 s are left out: a script needs the libraries that it imports.
 
 What to change: do it once and keep the result in a file; make less of it; or what the line is known to be.
 """
@@ -33,6 +33,9 @@ from dlprof.units import duration, percent
 
 # A start is slow from here on: what takes longer than a model of some size and a data set that is at hand.
 _LONG_NS, NOTABLE_SHARE = 3e9, 0.1
+
+# The idiom of an import, and how long imports take where the disk is what makes them slow.
+_IMPORTS, _LONG_IMPORT_NS = "imported", 20e9
 
 _START = ("launch", "setup", "first_batch")
 
@@ -69,10 +72,14 @@ def check(
     if frame is None:
         raise NotMeasured(f"{said}; what it was spent on was not seen ({start_lines.why()})")
     imported = float(start.loc[start["part"] != "launch", "ns"].sum())
+    # A script needs the libraries that it imports, as long as these are read from a disk of its own.
+    imports = frame["idiom"] == _IMPORTS
+    importing = imported * float(frame["samples"][imports].sum()) / max(float(frame["samples"].sum()), 1.0)
+    known = frame[~imports] if importing < _LONG_IMPORT_NS else frame
     took: dict[int, float] = {}
     lines: dict[int, tuple[CostlyLine, bool, tuple[Place, ...]]] = {}
     for rank in job.ranks:
-        if (line := costliest(start_lines, rank, "start", "start_wait")) is None:
+        if (line := costliest(Maybe(lambda: known), rank, "start", "start_wait")) is None:
             continue
         mine = frame[(frame["rank"] == rank) & (frame["line"] == line.place.line) & (frame["file"] == line.place.file)]
         function, file, at = mine["via"].iloc[0]
@@ -82,6 +89,8 @@ def check(
         making = costliest(start_lines, rank, "start_worker") if waits else None
         led = (Place(file, at, function),) if (file, at) != (line.place.file, line.place.line) else ()
         lines[rank] = (making or line, waits, led)
+    if not took and imports.any():
+        return nothing(f"{said}: {duration(importing)} are imports, and no other line takes much of it", scope="run")
     if not took:
         raise NotMeasured(f"{said}; no line of the script takes much of it")
     rank = worst(took)
