@@ -30,7 +30,7 @@ class Idiom(Struct, frozen=True):
     `around`: as `frames`, but whatever is called within it. `unless`: as `frames`, of what the line must not call.
     `loops`: it is one of a loop whose turns could be done at once. `beside`: the lines around it are part of it. Of
     lines of which is known what they call: `only`: as `frames`, of each operator; `often`: it calls so many operators
-    in a step.
+    in a step. `at`: functions and keywords with which a script tells a library to do so: where it is changed.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Idiom(Struct, frozen=True):
     beside: bool = False
     only: str = ""
     often: int = 0
+    at: tuple[str, ...] = ()
 
     def fits(self, operators: Collection[str], calls: int) -> bool:
         """Return whether a line that calls these operators, so many times together, can be this."""
@@ -61,12 +62,19 @@ JACOBIAN = "jacobian_by_rows"
 # work on pictures that this is then.
 SAME_PICTURES = "same_pictures"
 OF_PICTURES = ("augmented", "picture_resized", "picture_to_tensor")
+CROPPED_LATE = "cropped_late"
+CROPS = ("RandomCrop", "CenterCrop", "RandomResizedCrop", "RandomSizedCrop", "Resize", "SmallestMaxSize")
+# What takes next to no time before a crop.
+CHEAP = frozenset(("HorizontalFlip", "VerticalFlip", "RandomHorizontalFlip", "RandomVerticalFlip", "ToPILImage"))
 DRAW_NOTHING = frozenset(
     (
         *("CenterCrop", "ConvertImageDtype", "Grayscale", "Normalize", "PILToTensor", "Pad", "Resize", "ToDtype"),
         *("ToImage", "ToTensor", "LongestMaxSize", "PadIfNeeded", "SmallestMaxSize", "ToTensorV2"),
     )
 )
+
+# An evaluation that keeps more than its metric needs.
+LOGITS_KEPT = "logits_kept"
 
 # What goes on in all lines of a function that one of them calls so.
 OF_FUNCTIONS = ("constants_anew",)
@@ -225,6 +233,16 @@ IDIOMS: tuple[Idiom, ...] = (
         "https://pandas.pydata.org/docs/user_guide/enhancingperf.html",
         DATA,
         frames=r"pandas[/\\]core[/\\]",
+    ),
+    Idiom(
+        "nested_records",
+        "builds tensors from nested lists of numbers: `datasets` does not know the shape of what a `map` has written",
+        "give the `map` the shapes of the arrays that it writes: `features=Features({…, name: Array3D(shape=(3, 64, 64),"
+        " dtype='float32')})`; or keep what was there before, and convert each batch in `with_transform`",
+        "https://huggingface.co/docs/datasets/about_dataset_features",
+        DATA,
+        around=r"_recursive_tensorize\.<locals>.* \(datasets",
+        at=("map",),
     ),
     Idiom(
         "records_of_datasets",
@@ -603,6 +621,14 @@ IDIOMS: tuple[Idiom, ...] = (
         first=False,
     ),
     Idiom(
+        CROPPED_LATE,
+        "changes whole pictures, of which a part is then cut out or made smaller",
+        "crop, or make the pictures smaller, first of all: what comes then works on fewer pixels",
+        "https://albumentations.ai/docs/3-basic-usage/performance-tuning/",
+        DATA,
+        at=CROPS,
+    ),
+    Idiom(
         SAME_PICTURES,
         "makes the same tensor of a picture in every epoch: none of its transforms draws a number",
         "make the tensors once, before training, keep them as one where memory allows, and take a batch of it with one"
@@ -909,6 +935,26 @@ IDIOMS: tuple[Idiom, ...] = (
         first=False,
     ),
     Idiom(
+        LOGITS_KEPT,
+        "keeps the scores of all classes for the whole evaluation set, and puts them together for a metric",
+        "hand on what the metric needs alone: `Trainer(…, preprocess_logits_for_metrics=lambda logits, labels:"
+        " logits.argmax(-1))`, or `TrainingArguments(batch_eval_metrics=True)`",
+        "https://huggingface.co/docs/transformers/main_classes/trainer",
+        LOOP,
+        around=r"(nested_concat|nested_numpify|EvalLoopContainer\.\w+) \(transformers",
+        at=("compute_metrics",),
+    ),
+    Idiom(
+        "environments_in_processes",
+        "waits for environments in processes of their own, with a message to each and one from it at every step",
+        "step them in this process (`DummyVecEnv`, the default of `make_vec_env`; of gymnasium"
+        " `vectorization_mode='sync'`), unless one step of one of them takes longer than a message",
+        "https://stable-baselines3.readthedocs.io/en/master/guide/vec_envs.html",
+        LOOP,
+        around=r"(SubprocVecEnv|AsyncVectorEnv)\.\w+ \(",
+        at=("vec_env_cls", "SubprocVecEnv", "AsyncVectorEnv", "vectorization_mode"),
+    ),
+    Idiom(
         "saved",
         "writes a file",
         "save every k-th step, in a thread (`torch.distributed.checkpoint.async_save`), or fewer bytes",
@@ -917,6 +963,7 @@ IDIOMS: tuple[Idiom, ...] = (
         source=r"\b(torch\.save|np\.save\w*|pickle\.dump|json\.dump|to_csv|save_pretrained)\(|\.write\(",
         frames=r"save \(torch[/\\]serialization|safetensors",
         first=False,
+        at=("ModelCheckpoint", "save_steps", "save_strategy"),
     ),
     Idiom(
         "objects_walked",
@@ -1016,7 +1063,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "https://gymnasium.farama.org/api/vector/",
         LOOP,
         source=r"\benvs?\.(step|reset)\(",
-        frames=r"(gymnasium|gym|ale_py|pettingzoo)[/\\]",
+        frames=r"(gymnasium|gym|ale_py|pettingzoo|stable_baselines3)[/\\]",
         first=False,
     ),
     Idiom(

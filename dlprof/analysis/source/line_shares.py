@@ -153,8 +153,9 @@ def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(R
     """
     making = [one for one in seen_doing(stacks) if one[0] not in idioms.DATA or any(map(_MAKES.search, one[1]))]
     table = _costly(making, rank, idioms.BY_NAME["rows_of_tensors"] if _reads_tensors(rank) else None)
-    same = table["doing"].isin(idioms.DATA) & table["idiom"].isin(idioms.OF_PICTURES) & _draws_nothing(rank)
-    return table.assign(idiom=table["idiom"].mask(same, idioms.SAME_PICTURES))
+    known = _of_transforms(settings.loader_of(rank.facts).get("transforms") or [])
+    of_pictures = table["doing"].isin(idioms.DATA) & table["idiom"].isin(idioms.OF_PICTURES)
+    return table.assign(idiom=table["idiom"].mask(of_pictures, known)) if known else table
 
 
 def _reads_tensors(rank: RankFacts) -> bool:
@@ -168,10 +169,12 @@ def _reads_tensors(rank: RankFacts) -> bool:
     )
 
 
-def _draws_nothing(rank: RankFacts) -> bool:
-    """Return whether what a rank's training loader does to its pictures comes out the same each time."""
-    names = settings.loader_of(rank.facts).get("transforms") or []
-    return bool(names) and idioms.DRAW_NOTHING.issuperset(names)
+def _of_transforms(names: Sequence[str]) -> str:
+    """Return the idiom of work on pictures by their transforms, in order; "": these say nothing of it."""
+    before = next((names[:n] for n, name in enumerate(names) if name in idioms.CROPS), [])
+    if not idioms.CHEAP.issuperset(before):
+        return idioms.CROPPED_LATE
+    return idioms.SAME_PICTURES if names and idioms.DRAW_NOTHING.issuperset(names) else ""
 
 
 @per_rank

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 from msgspec import Struct
@@ -17,6 +17,7 @@ from dlprof.analysis.engine import JOB, Job, across_ranks, needs
 from dlprof.analysis.source.kept import kept_files
 from dlprof.errors import DlprofError
 from dlprof.result import Place
+from dlprof.units import short
 
 Trees = Mapping[str, ast.Module]
 
@@ -59,6 +60,16 @@ def calling(trees: Trees, *functions: str) -> tuple[Place, ...]:
     names = {of for one in functions for of in (one, one.rpartition(".")[2])}
     found = [(file, node) for file, node in _calls(trees) if ast.unparse(node.func) in names]
     return tuple(Place(file, node.lineno, what=ast.unparse(node)) for file, node in found[:_MOST])
+
+
+def telling(trees: Trees, names: Collection[str]) -> tuple[Place, ...]:
+    """Return the lines that call a function of these names, or give a keyword of these names to any."""
+    places = []
+    for file, node in _calls(trees):
+        given = [one.value for one in node.keywords if one.arg in names]
+        given += [node] if _name(node.func) in names else []
+        places += [Place(file, one.lineno, what=short(ast.unparse(node), 80)) for one in given[:1]]
+    return tuple(places[:_MOST])
 
 
 def groups_made(trees: Trees, optimizer: str) -> tuple[Place, ...]:

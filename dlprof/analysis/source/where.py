@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dlprof import schema
+from dlprof.analysis import idioms
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.chains.calls import Calls, Chain, calls
 from dlprof.analysis.chains.written_out import gelu_chains, growing_chains, loss_chains, norm_chains, one_hot_chains
@@ -37,6 +38,7 @@ from dlprof.analysis.source.edits import nodes_of_line
 from dlprof.analysis.source.line_shares import call_sites, costly_lines, line_shares, over_ranks
 from dlprof.analysis.source.patches import Call, Wanted, kind_of, patch, sites
 from dlprof.analysis.source.rewrites import KEEP, KEPT, REWRITES
+from dlprof.analysis.source.statements import Trees, statements, telling
 from dlprof.analysis.step.partition import exposed_communication
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets, Idle, device_sets, device_work, first_after, has_device, idle
@@ -379,6 +381,7 @@ class Source(Struct, frozen=True):
     own_lines: Maybe[Frame] = maybe(own_lines)
     found_in_modules: Maybe[Frame] = maybe(found_in_modules)
     options: Maybe[list[Option]] = maybe(options)
+    statements: Trees = needs(statements)
 
 
 def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outcome:
@@ -387,7 +390,9 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     calls, shares = source.call_sites.or_none() or [], source.line_shares.or_none()
     shown = {(place.file, place.line) for place in outcome.where}
     concerned = [call for call in _concerned(calls, concern) if (call.file, call.line) not in shown]
-    where = [*outcome.where, *map(_of_call, concerned)]
+    does = idioms.BY_NAME.get(idioms.of_advice(outcome.changes[0].text) if outcome.changes else "")
+    told = telling(source.statements, does.at) if does is not None and does.at else ()
+    where = [*told, *outcome.where, *map(_of_call, concerned)]
     if shares is not None and concern.phases and not outcome.where:
         lines = over_ranks(shares)
         where += _of_lines(lines[lines["library"].str.startswith(concern.called)], concern.phases)

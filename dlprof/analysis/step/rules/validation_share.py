@@ -7,18 +7,19 @@ Needs the step log, in which steps without a backward pass and without an optimi
 phases of it: of one alone it is not known how often it comes. Whether gradients are on in it stands in the facts of the
 rank.
 
-Saving: where much of it goes through what is trained on (the training's loader, or another one over the whole of the
-same data set), all of that; where one rank validates while others wait, or each rank validates the whole set, what
-sharing it out would save; else what batches as large as in training would save, where those are four times as large or
-more, and take no longer; else what its waits for data take, where these are notable; else, where gradients are on and a
-CPU trains, at most its forward passes; else what validating half as often would save. This time is not in the steady
-steps: it is spread over the training steps, and its share is that of the training loop.
+Saving: where the stacks show that it keeps the scores of all classes for a metric, all but its forward passes and its
+waits for data; where much of it goes through what is trained on (the training's loader, or another one over the whole
+of the same data set), all of that; where one rank validates while others wait, or each rank validates the whole set,
+what sharing it out would save; else what batches as large as in training would save, where those are four times as
+large or more, and take no longer; else what its waits for data take, where these are notable; else, where gradients are
+on and a CPU trains, at most its forward passes; else what validating half as often would save. This time is not in the
+steady steps: it is spread over the training steps, and its share is that of the training loop.
 
-What to change: sum up the loss and the hits of the training set while it is trained on, instead of going through it
-once more (they are then those of weights that still change); share it out over the ranks; as many loader workers as for
-training; `torch.inference_mode()` where gradients are on, and the training's autocast; a larger batch than in training,
-since nothing is kept for a backward pass. If the training may change: validate less often, or on a fixed part of the
-data and on all of it only now and then.
+What to change: hand on what the metric needs alone; sum up the loss and the hits of the training set while it is
+trained on, instead of going through it once more (they are then those of weights that still change); share it out over
+the ranks; as many loader workers as for training; `torch.inference_mode()` where gradients are on, and the training's
+autocast; a larger batch than in training, since nothing is kept for a backward pass. If the training may change:
+validate less often, or on a fixed part of the data and on all of it only now and then.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dlprof.analysis import settings
+from dlprof.analysis import idioms, settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.source.line_shares import costliest, costly_lines
 from dlprof.analysis.step.whole_job import loop_step_ns, validation_cost, validation_loader
 from dlprof.errors import NotMeasured
 from dlprof.result import Change, Panel
@@ -50,6 +52,7 @@ _SMALLER = 4
 def check(
     validation_cost: Frame = needs(validation_cost),
     loop_step_ns: Maybe[float] = maybe(loop_step_ns),
+    costly_lines: Maybe[Frame] = maybe(costly_lines),
     job: Job = needs(JOB),
 ) -> Estimate:
     if not validation_cost["phases"].sum() and (inside := int(validation_cost["inside"].max())):
@@ -75,8 +78,12 @@ def check(
     # On a GPU nothing bounds what this gains: the host's time of a forward pass is not the device's.
     bounded = bool(mine["graded"]) and mine["may_graph"] and settings.on_cpu(job)
     mine["bounded"] = bounded and mine["among"] <= 1 and not mine["waits"]
+    line = costliest(costly_lines, int(mine["rank"]), "rest")
+    mine["keeps"] = line if line is not None and line.idiom == idioms.BY_NAME[idioms.LOGITS_KEPT] else None
     part = 0.5
-    if mine["scored"]:
+    if mine["keeps"]:
+        part = 1 - mine["fetch_share"] - mine["forward_share"]
+    elif mine["scored"]:
         part = mine["again"]
     elif mine["among"] > 1:
         part = 1 - 1 / mine["among"]
@@ -113,12 +120,14 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
     if mine["scored"]:
         why += f" {percent(mine['again'])} of it goes through what is trained on."
     how, known = "half of it gone", f" What {mode}larger batches in validation gain is not known."
+    if mine["keeps"]:
+        how, known = "all but its forward passes and its waits for data gone", ""
     if mine["graded"] and mine["may_graph"]:
         why += (
             f" Gradients are on in {percent(mine['graded'])} of its steps: each builds a graph that no backward pass"
             " uses, and predictions that are kept keep the activations of their batches as well."
         )
-    if mine["scored"]:
+    elif mine["scored"]:
         how, known = "no pass of its own over what is trained on, the most that this can give", ""
     elif among > 1:
         how, known = f"shared out evenly over {among} ranks", ""
@@ -136,12 +145,17 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
         evidence=_evidence(share, mine),
         sure=f"Measured over the whole job; estimated as {how}. A job that validates less often than the recorded part"
         f" of it has less to gain.{known}",
-        at_most=bool(mine["scored"] or mine["waits"] or mine["smaller"] >= _SMALLER or mine["bounded"]),
+        where=(mine["keeps"].place,) if mine["keeps"] else (),
+        at_most=bool(
+            mine["keeps"] or mine["scored"] or mine["waits"] or mine["smaller"] >= _SMALLER or mine["bounded"]
+        ),
     )
 
 
 def _changes(job: Job, rank: int, mine: dict[str, Any]) -> Iterator[Change]:
     loader, autocast = validation_loader(job, rank), job.facts[rank].get("autocast") or {}
+    if mine["keeps"]:
+        yield change(mine["keeps"].advice())
     if mine["scored"]:
         yield change(
             "score the training set while it is trained on: sum up the loss and hits of each step (without `.item()`)"
