@@ -237,8 +237,8 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "nested_records",
         "builds tensors from nested lists of numbers: `datasets` does not know the shape of what a `map` has written",
-        "give the `map` the shapes of the arrays that it writes: `features=Features({…, name: Array3D(shape=(3, 64, 64),"
-        " dtype='float32')})`; or keep what was there before, and convert each batch in `with_transform`",
+        "give the `map` the shapes of the arrays that it writes: `features=Features({…, name: Array3D((3, 64, 64),"
+        " 'float32')})`; or keep what was there before, and convert each batch in `with_transform`",
         "https://huggingface.co/docs/datasets/about_dataset_features",
         DATA,
         around=r"_recursive_tensorize\.<locals>.* \(datasets",

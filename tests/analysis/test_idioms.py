@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlprof.analysis.idioms import BY_NAME, FILTERED, IDIOMS, SAME_PICTURES, known
+from dlprof.analysis.idioms import BY_NAME, CROPPED_LATE, FILTERED, IDIOMS, SAME_PICTURES, known
 
 LIBRARY = "/env/lib/python3.11/site-packages/"
 
@@ -120,6 +120,20 @@ LINES = [
     ),
     ("worker", "return torch.tensor(rows)", "", "list_of_arrays"),
     ("worker", "return torch.tensor(self.frame.iloc[index].to_numpy())", "", "dataframe_rows"),
+    (
+        "fetch",
+        "",
+        f"TorchFormatter._recursive_tensorize.<locals>.<listcomp> ({LIBRARY}datasets/formatting/torch_formatter.py:76)",
+        "nested_records",
+    ),
+    ("rest", "", f"EvalLoopContainer.add ({LIBRARY}transformers/trainer_pt_utils.py:9)", "logits_kept"),
+    (
+        "rest",
+        "",
+        f"SubprocVecEnv.step_wait ({LIBRARY}stable_baselines3/common/vec_env/subproc_vec_env.py:9)",
+        "environments_in_processes",
+    ),
+    ("rest", "trainer.train()", "", ""),
     ("fetch", "for x, y in loader:", f"<genexpr> ({LIBRARY}torch/utils/data/dataset.py:207)", "rows_of_tensors"),
     ("worker", "time.sleep(0.01)", "", "waits_by_sleeping"),
     ("worker", "with lock:", "", "waits_for_a_lock"),
@@ -261,4 +275,4 @@ def test_what_a_line_calls_may_tell_that_it_is_something_else(
 
 def test_every_entry_has_a_line_that_shows_it() -> None:
     # Known by the statements around them alone, and by the transforms of a loader (tests/analysis/source).
-    assert {one.name for one in IDIOMS} - {FILTERED, SAME_PICTURES} == {line[3] for line in LINES} - {""}
+    assert {one.name for one in IDIOMS} - {FILTERED, SAME_PICTURES, CROPPED_LATE} == {line[3] for line in LINES} - {""}

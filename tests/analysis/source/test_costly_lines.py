@@ -168,6 +168,8 @@ TENSORS = {"dataset": "TensorDataset", "batch_size": 32, "collate": {"name": "de
         ([PICTURES], f"{MAKE};{TO_TENSOR}", "same_pictures"),
         ([PICTURES | {"transforms": ["RandomCrop", "ToTensor"]}], f"{MAKE};{TO_TENSOR}", "picture_to_tensor"),
         ([PICTURES | {"transforms": []}], f"{MAKE};{TO_TENSOR}", "picture_to_tensor"),
+        ([PICTURES | {"transforms": ["GaussNoise", "RandomCrop"]}], f"{MAKE};{TO_TENSOR}", "cropped_late"),
+        ([PICTURES | {"transforms": ["HorizontalFlip", "RandomCrop"]}], f"{MAKE};{TO_TENSOR}", "picture_to_tensor"),
         ([PICTURES | {"role": "validation"}], f"{MAKE};{TO_TENSOR}", "picture_to_tensor"),
         ([PICTURES], f"{LOOP};{TO_TENSOR}", ""),
     ],
@@ -180,6 +182,23 @@ def test_what_the_loader_says_of_the_line_that_makes_its_batches(
     file.write_text(json.dumps(json.loads(file.read_text()) | {"loaders": loaders}))
     (found,) = runs.measured(path, costly_lines).frame(costly_lines)["idiom"]
     assert found == idiom
+
+
+FITS = f"{LOOP};fit (/v/lib/python3.11/site-packages/lightning/trainer.py:9);"
+BACKWARD = "Tensor.backward (/v/lib/python3.11/site-packages/torch/_tensor.py:600)"
+
+
+@pytest.mark.parametrize(("backward", "idiom"), [(FITS + BACKWARD, ""), (f"{LOOP};{BACKWARD}", "average_of_weights")])
+def test_the_text_of_a_line_that_leaves_the_training_to_a_library_says_nothing(
+    tmp_path: Path, backward: str, idiom: str
+) -> None:
+    path = recorded(
+        tmp_path,
+        {backward: 20, f"{FITS}log (/v/lib/python3.11/site-packages/lightning/loggers.py:1)": 30},
+        [["/w/train.py", 30, SOURCE[1][2]]],
+    )
+    frame = runs.measured(path, costly_lines).frame(costly_lines)
+    assert list(frame.loc[frame["doing"] == "rest", "idiom"]) == [idiom]
 
 
 def test_a_needless_line_comes_before_workers_that_give_no_more(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace as with_fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -21,6 +22,7 @@ from dlprof.analysis.rules import RULES
 from dlprof.analysis.source.insertions import call_of
 from dlprof.analysis.source.line_shares import busiest, call_sites, line_shares, over_ranks
 from dlprof.analysis.source.patches import Call, Recorded, Span
+from dlprof.analysis.source.statements import Trees
 from dlprof.analysis.source.where import (
     CONCERNED,
     CONCERNS,
@@ -58,6 +60,7 @@ def source(
     *lines: tuple[str, bool, str, int, str, str, int, int],
     modules: Sequence[tuple[str, str, str, float]] = (),
     options: Sequence[Option] = (),
+    trees: Trees = MappingProxyType({}),
 ) -> Source:
     """Return what is known of calls, of lines and of modules: none where there is no line, or no module."""
 
@@ -81,7 +84,7 @@ def source(
         return pd.DataFrame(rows, columns=["doing", "file", "line", "callers"])
 
     seen = Maybe(known), Maybe(costly), Maybe(own), Maybe(of_modules)
-    return Source(Maybe(lambda: [*calls]), *seen, Maybe(lambda: [*options]))
+    return Source(Maybe(lambda: [*calls]), *seen, Maybe(lambda: [*options]), trees)
 
 
 def found(rule: str, *changes: Change) -> Outcome:
@@ -124,6 +127,18 @@ def test_a_line_that_the_rule_names_is_not_named_again_for_its_call() -> None:
     named = replace(found("input_wait"), where=(Place("train.py", 1, "main", what="as the rule says"),))
     where = placed(named, ("input_wait",), source(CALLS)).where
     assert [(w.line, w.what) for w in where] == [(1, "as the rule says"), (5, LOOP.source)]
+
+
+@pytest.mark.parametrize(
+    ("idiom", "line"),
+    [("nested_records", 1), ("saved", 3), ("environments_in_processes", 4), ("average_of_weights", 9)],
+)
+def test_where_a_script_tells_a_library_to_do_it_comes_first(idiom: str, line: int) -> None:
+    script = "data = data.map(pixels)\nfit(\n    ModelCheckpoint(),\n    make_env(vec_env_cls=Processes))\n"
+    named = found("gc_pauses", change(f"{BY_NAME[idiom].remedy}: main (train.py:9)"))
+    named = replace(named, where=(Place("train.py", 9, "main"),))
+    where = placed(named, (), source([], trees={"train.py": ast.parse(script)})).where
+    assert [place.line for place in where] == [*{line: 0, 9: 0}]
 
 
 def test_a_line_is_named_with_what_calls_it() -> None:

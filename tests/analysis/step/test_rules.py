@@ -156,6 +156,12 @@ def validating(*ranks: int, every: int = 10, fetch: int = 5, dur: int = 60, batc
     return lambda folder: runs.recorded(folder, *made)
 
 
+def keeping(folder: Path) -> Path:
+    """Let stacks of a validation like that have been seen in which the scores of all classes are put together."""
+    concat = "nested_concat (/v/site-packages/transformers/trainer_pt_utils.py:9)"
+    return sample(validating(5, dur=200, pid=10)(folder), f"{MAIN};main (/me/t.py:30);{concat} 60\n")
+
+
 def scoring(trained_on: int, *, loader: int = 0, **shuffle: Any) -> Make:
     """Return what makes such a rank, with batches: so many of each five validated are of what is trained on.
 
@@ -315,6 +321,9 @@ CASES = [
          advice=("validate every 20 steps (is 10), or on part of the data",),
          says=("Every 10 training steps rank 0 validates for 300.0 ms, in 5 batches; 8.3 %",
                "What `torch.inference_mode()` and larger batches in validation gain is not known.")),
+    # Of 200 ms of a batch, 5 are a wait and 156 a forward pass.
+    case("scores are kept for a metric", VALIDATES, keeping, saving=100 * 39 / 200, at_most=True, training=False,
+         of_training=[False, True], lines=[30], says="preprocess_logits_for_metrics"),
     # Of 300 ms after each ten steps half are waits for data.
     # Seven of eight batches of 4 would be gone with batches of 32.
     case("batches of validation are small", VALIDATES, validating(5, batch=4), at_most=True, saving=30 * 7 / 8,

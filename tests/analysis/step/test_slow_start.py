@@ -34,12 +34,13 @@ BACKWARD, FORWARD = STEP.format("backward", "_tensor.py"), STEP.format("_call_im
 SCANS = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:5)'
 SCANNED = f"{SCANS};scanned (/w/data.py:{{}})"
 WINDOWS = f"{SCANS};Windows.{{}} (/w/data.py:{{}})"
+IMPORTS = LOADS.replace("train.py:3", "train.py:2")
 OTHER = 'process 7:"";thread (7): MainThread;<module> (/w/train.py:6);scanned (/w/data.py:60)'
 ALSO = LOADS.replace("<module> (/w/train.py:3)", "<module> (/w/train.py:8);texts (/w/data.py:70)")
 CUT = 'process 7:"";thread (7): MainThread;read (/lib/python3/site-packages/pandas/io/x.py:9)'
 ENDS = f'process 7:"";thread (7): MainThread;<module> (/w/train.py:15);_shutdown_workers ({DATALOADER}:1600)'
 TEXTS = [["/w/train.py", 3, "frame = pd.read_csv(path)"], ["/w/data.py", 5, "with lock:"]]
-TEXTS += [["/w/data.py", 70, "frame = pd.read_csv(other)"]]
+TEXTS += [["/w/data.py", 70, "frame = pd.read_csv(other)"], ["/w/train.py", 2, "import lightning"]]
 
 
 def run(
@@ -79,6 +80,10 @@ def place(found: Outcome) -> str:
             20, 0, {LOADS: 200, ALSO: 100, WAITS: 100}, ("train.py:3", "keep the arrays", 15 / 33), id="twice"
         ),
         pytest.param(0.5, 0, {LOADS: 100}, None, id="a short start"),
+        # Of 20 s 15 are imports, which a script needs; of 40 s 30, which no disk of its own takes.
+        pytest.param(20, 0, {IMPORTS: 300, WAITS: 100}, ("train.py:9", "", 5 / 33), id="libraries"),
+        pytest.param(20, 0, {IMPORTS: 380, LOADS: 20}, None, id="libraries alone"),
+        pytest.param(40, 0, {IMPORTS: 300, WAITS: 100}, ("train.py:2", "import only", 30 / 53), id="a slow disk"),
         # Of 400: 300 below one line of the script's, 40 below another one; those that are cut off say nothing.
         pytest.param(
             20,

@@ -32,8 +32,10 @@ import pandas as pd
 
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
+from dlprof.analysis.idioms import BY_NAME
 from dlprof.analysis.panels.step import stall_bars
 from dlprof.analysis.source.line_shares import costliest, costly_lines
+from dlprof.analysis.source.statements import Trees, statements, telling
 from dlprof.analysis.step.breakdown import breakdown, most_saved_ns, part, part_noise
 from dlprof.analysis.step.savings import LEAST_NOISE, stall_savings
 from dlprof.analysis.step.whole_job import training_steps, whole_job
@@ -60,6 +62,13 @@ _RARELY = (
         "keep a copy of the state in memory (`copy.deepcopy(model.state_dict())`, the optimizer's likewise), and write"
         " that copy every few minutes and at the end, not in every step that is the best so far"
     ),
+)
+
+
+# Where a library saves, as the script has told it.
+_ARGUMENTS = change(
+    "have one file written for each save, without what no later run needs of it: of Lightning"
+    " `ModelCheckpoint(save_weights_only=True, save_last='link')`, of transformers `save_only_model=True`"
 )
 
 
@@ -111,11 +120,13 @@ def explain(
     mean_step_ns: float = needs(mean_step_ns),
     costly_lines: Maybe[Frame] = maybe(costly_lines),
     saved_bytes: Maybe[Frame] = maybe(saved_bytes),
+    statements: Trees = needs(statements),
     job: Job = needs(JOB),
 ) -> Explanation:
     rank, by_rank = estimate.worst, estimate.by_rank_ns
     parts, needless = _parts(saved_bytes.or_none(), rank)
-    less = (*needless, *_compressing(costly_lines, rank))
+    told = telling(statements, BY_NAME["saved"].at)
+    less = (*needless, *_compressing(costly_lines, rank), *((_ARGUMENTS,) if told else ()))
     if estimate.scope == "job":
         return _outside(estimate, parts, less)
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
@@ -131,7 +142,7 @@ def explain(
         f" {duration(float(mine['mean_ns']) * apart)} then{f' ({path[-80:]})' if path else ''}{longer}.{parts}",
         changes=(
             *less,
-            *(_RARELY if apart <= _OFTEN else ()),
+            *(_RARELY if apart <= _OFTEN and not told else ()),
             change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
             change(
                 f"save every {typed(apart * max(2, rarer)):,} steps (now {every(apart, 'one')}): at most"
@@ -140,6 +151,7 @@ def explain(
             ),
         ),
         at_most=True,
+        where=told,
         evidence=stall_bars(steps, rank, "Saving"),
         sure="Measured in every steady step, estimated as all of it gone; saving in the background still copies the"
         " state." + (" That the other ranks wait for those that save is assumed." if waiting else ""),

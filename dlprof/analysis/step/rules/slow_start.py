@@ -75,7 +75,7 @@ def check(
     # A script needs the libraries that it imports, as long as these are read from a disk of its own.
     imports = frame["idiom"] == _IMPORTS
     importing = imported * float(frame["samples"][imports].sum()) / max(float(frame["samples"].sum()), 1.0)
-    known = frame[~imports] if importing < _LONG_IMPORT_NS else frame
+    known = frame.assign(samples=frame["samples"].mask(imports & (importing < _LONG_IMPORT_NS), 0))
     took: dict[int, float] = {}
     lines: dict[int, tuple[CostlyLine, bool, tuple[Place, ...]]] = {}
     for rank in job.ranks:

@@ -120,13 +120,13 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
     if mine["scored"]:
         why += f" {percent(mine['again'])} of it goes through what is trained on."
     how, known = "half of it gone", f" What {mode}larger batches in validation gain is not known."
-    if mine["keeps"]:
-        how, known = "all but its forward passes and its waits for data gone", ""
     if mine["graded"] and mine["may_graph"]:
         why += (
             f" Gradients are on in {percent(mine['graded'])} of its steps: each builds a graph that no backward pass"
             " uses, and predictions that are kept keep the activations of their batches as well."
         )
+    if mine["keeps"]:
+        how, known = "all but its forward passes and its waits for data gone", ""
     elif mine["scored"]:
         how, known = "no pass of its own over what is trained on, the most that this can give", ""
     elif among > 1:
