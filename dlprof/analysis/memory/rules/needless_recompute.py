@@ -4,12 +4,14 @@
 the arithmetic more. That is the price for a batch or a model that would not fit otherwise. Where most of the memory is
 free, nothing is bought for it.
 
-Needs a trace of a GPU with the names of modules, as dlprof records it, and the readings of PyTorch's allocator. Whether
-the activations fit is known by a bound: what is kept is written once forward, once again, and read at least once, so it
-is a third at most of the bytes that the operators of these modules move.
+Needs a trace with the names of modules, as dlprof records it, and on a GPU the readings of PyTorch's allocator, on a
+CPU those of the host's memory. Whether the activations fit is known by a bound. On a GPU: what is kept is written once
+forward, once again, and read at least once, so it is a third at most of the bytes that the operators of these modules
+move. On a CPU: it is written while it is computed again, at no more than 100 GB/s.
 
-Saving: the traced steps replayed without what is computed again, and without what checkpointing does on the host
-around it and before each block: it keeps the state of the random numbers, and hooks what is saved.
+Saving: on a GPU the traced steps replayed without what is computed again, and without what checkpointing does on the
+host around it and before each block: it keeps the state of the random numbers, and hooks what is saved. On a CPU the
+part of these modules in the traced steps, of what operators take in all steps.
 
 What to change: no `checkpoint` around these blocks (transformers: `gradient_checkpointing=False`), or around fewer of
 them.
@@ -17,21 +19,28 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Frame, Maybe, by_rank, maybe, needs, per_rank
+from dlprof.analysis import settings
+from dlprof.analysis.compute.cpu_work import cpu_parts, cpu_work, in_all_steps
+from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs, per_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.gaps import SAVES_FROM
+from dlprof.analysis.machine.samples import sample_means
 from dlprof.analysis.memory.changes import HIGH
 from dlprof.analysis.memory.memory import memory_use
 from dlprof.analysis.modules.frames import BACKWARD, FORWARD, PARTS, RECOMPUTE, Frames, module_frames, module_rows
+from dlprof.analysis.source.statements import Trees, statements, telling
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.device import device_work
+from dlprof.analysis.timeline.device import device_work, has_device
 from dlprof.analysis.timeline.paths import folded, parent
+from dlprof.analysis.timeline.steps import Timing, timing
 from dlprof.analysis.timeline.what_if import WhatIf, what_if
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
@@ -42,10 +51,19 @@ _MOVED = 3
 
 _MOST_NAMES = 3
 
+_LOSES = "is spent computing activations again, with enough memory free to keep them"
+
 # What is left of the host's time for these blocks without the Python hooks that keep, drop and fetch each tensor that a
 # function saves: 0.70 of forward and 0.55 of backward for transformers under autocast in torch 2.13 on a CPU, 0.30 to
 # 0.59 and 0.28 to 0.49 for five other models.
 _UNHOOKED = {FORWARD: 0.7, BACKWARD: 0.55}
+
+# What a CPU may write, bytes a ns.
+_WRITES = 100.0
+
+# How scripts ask for it.
+_ASKS = ("gradient_checkpointing_enable", "gradient_checkpointing", "set_grad_checkpointing", "checkpoint")
+_ASKS += ("checkpoint_sequential",)
 
 # What torch.utils.checkpoint calls before each block, without use_reentrant.
 _SAVES = "_NoopSaveInputs"
@@ -83,12 +101,32 @@ def recomputed(
         other.append((iv.subtract(iv.intersect(hooked, free), times), left))
     gain = what_if.gain_ns(durations=np.where(mine, -1, replay.durations), other=other)
     kinds = {module_frames.paths[m]: module_frames.classes[m] for m in places}
-    names = folded(kinds)
-    outermost = dict.fromkeys(names[path] for path in kinds if path in names and parent(path) not in kinds)
     table = modules.or_none()
     moved = np.nan if table is None else float(table.loc[table["path"].astype(str).isin(kinds), "moved_bytes"].sum())
     took = float(replay.durations[mine].sum()) / replay.steps
-    return pd.DataFrame([(took, gain, moved / _MOVED, ", ".join([*outermost][:_MOST_NAMES]))], columns=columns)
+    return pd.DataFrame([(took, gain, moved / _MOVED, _named(kinds))], columns=columns)
+
+
+@per_rank
+def recomputed_on_cpu(
+    has_device: bool = needs(has_device), module_frames: Frames = needs(module_frames), timing: Timing = needs(timing)
+) -> pd.DataFrame:
+    """Return the same of a CPU: ns (a traced step, as measured there), and blocks. No row where nothing is."""
+    again = module_frames.part == RECOMPUTE
+    if has_device or not again.any():
+        return pd.DataFrame({"ns": [], "blocks": []})
+    when = iv.union(module_frames.start[again], module_frames.end[again])
+    ns = iv.total(iv.intersect(when, iv.merge(timing.windows))) / max(len(timing.windows), 1)
+    places = [m for m in np.unique(module_frames.module[again]).tolist() if m >= 0]
+    kinds = {module_frames.paths[m]: module_frames.classes[m] for m in places}
+    return pd.DataFrame([(ns, _named(kinds))], columns=["ns", "blocks"])
+
+
+def _named(kinds: Mapping[str, str]) -> str:
+    """Return the outermost of these modules, as text."""
+    names = folded(kinds)
+    outermost = dict.fromkeys(names[path] for path in kinds if path in names and parent(path) not in kinds)
+    return ", ".join([*outermost][:_MOST_NAMES])
 
 
 def _around(frames: Frames, again: NDArray[np.bool_], spans: Frame) -> iv.Intervals:
@@ -119,11 +157,28 @@ def _widened(start: NDArray[np.int64], end: NDArray[np.int64], edges: NDArray[np
     )
 
 
-def check(recomputed: Frame = needs(recomputed), memory_use: Maybe[Frame] = maybe(memory_use)) -> Estimate:
-    if recomputed.empty:
+def check(
+    recomputed: Maybe[Frame] = maybe(recomputed),
+    memory_use: Maybe[Frame] = maybe(memory_use),
+    recomputed_on_cpu: Maybe[Frame] = maybe(recomputed_on_cpu),
+    cpu_parts: Maybe[Frame] = maybe(cpu_parts),
+    cpu_work: Maybe[Frame] = maybe(cpu_work),
+    sample_means: Maybe[Frame] = maybe(sample_means),
+    job: Job = needs(JOB),
+) -> Estimate:
+    on_cpu = settings.on_cpu(job)
+    rows = (recomputed_on_cpu if on_cpu else recomputed).get()
+    if rows.empty:
         return nothing("nothing is computed again in the backward pass")
+    if on_cpu:
+        took = in_all_steps(by_rank(rows, "ns"), cpu_parts.get(), cpu_work.get())
+        means = sample_means.get()
+        left = float(means.loc[means["metric"] == "memory_available_bytes", "mean"].min())
+        if not _WRITES * sum(took.values()) <= left:
+            return nothing("activations are computed again, and may not fit into memory")
+        return Estimate(gone_ns=took, noise_of=("computation",), loses=_LOSES, seen=(rows, left))
     use = memory_use.get().set_index("rank")
-    mine = recomputed.set_index("rank")
+    mine = rows.set_index("rank")
     total = use["total_bytes"].reindex(mine.index)
     needed = use["peak_reserved_bytes"].reindex(mine.index) + mine["most_bytes"]
     if needed.isna().any() or total.isna().any():
@@ -131,32 +186,39 @@ def check(recomputed: Frame = needs(recomputed), memory_use: Maybe[Frame] = mayb
     fits = needed <= HIGH * total
     if not fits.all():
         return nothing("activations are computed again, and may not fit into the memory of the GPU")
-    return Estimate(
-        gone_ns=by_rank(recomputed, "gain_ns"),
-        noise_of=("computation",),
-        loses="is spent computing activations again, with enough memory free to keep them",
-    )
+    return Estimate(gone_ns=by_rank(rows, "gain_ns"), noise_of=("computation",), loses=_LOSES, seen=(rows, None))
 
 
 def explain(
-    estimate: Estimate, recomputed: Frame = needs(recomputed), memory_use: Frame = needs(memory_use)
+    estimate: Estimate, memory_use: Maybe[Frame] = maybe(memory_use), statements: Trees = needs(statements)
 ) -> Explanation:
-    row, use = estimate.rows(recomputed).iloc[0], estimate.rows(memory_use).iloc[0]
-    free = use["total_bytes"] - use["peak_reserved_bytes"]
-    parts = (("reserved at the peak", float(use["peak_reserved_bytes"])), ("activations, at most", row["most_bytes"]))
+    rows, free = estimate.seen
+    row = estimate.rows(rows).iloc[0]
+    if free is None:
+        use = estimate.rows(memory_use.get()).iloc[0]
+        ns, most, whose = row["ns"], float(row["most_bytes"]), "GPU"
+        reserved = float(use["peak_reserved_bytes"])
+        free, parts = (
+            use["total_bytes"] - reserved,
+            (("reserved at the peak", reserved), ("activations, at most", most)),
+        )
+    else:
+        ns = estimate.saving_ns
+        most, whose = ns * _WRITES, "host"
+        parts = (("free", free), ("activations, at most", most))
     return Explanation(
         title="Activations are computed twice, with memory free to keep them",
-        summary=f"Rank {estimate.worst} computes {row['blocks']} again in the backward pass, {duration(row['ns'])} a"
-        f" step; {size(free)} of the GPU's memory are free, and keeping the activations takes"
-        f" {size(row['most_bytes'])} at most.",
+        summary=f"Rank {estimate.worst} computes {row['blocks']} again in the backward pass, {duration(ns)} a"
+        f" step; {size(free)} of the {whose}'s memory are free, and keeping the activations takes {size(most)} at most.",
+        where=telling(statements, _ASKS),
         changes=(
             change(
                 "take `torch.utils.checkpoint` from around these blocks (transformers: `gradient_checkpointing=False`)",
                 gradient_checkpointing=(True, False),
             ),
         ),
-        evidence=Panel("bars", f"Memory of rank {estimate.worst}'s GPU", parts, unit="bytes"),
-        sure="Estimated by replaying the traced steps without what is computed again.",
+        evidence=Panel("bars", f"Memory of rank {estimate.worst}'s {whose}", parts, unit="bytes"),
+        sure="Estimated by the traced steps without what is computed again.",
     )
 
 
@@ -166,7 +228,6 @@ RULE = Rule(
     check,
     explain,
     _SAVES_FROM,
-    only_with="gpu",
     error=0.3,  # what the hooks of each saved tensor take on the host, no trace shows
     of_host=True,
 )
