@@ -62,8 +62,13 @@ _UNHOOKED = {FORWARD: 0.7, BACKWARD: 0.55}
 _WRITES = 100.0
 
 # How scripts ask for it.
-_ASKS = ("gradient_checkpointing_enable", "gradient_checkpointing", "set_grad_checkpointing", "checkpoint")
-_ASKS += ("checkpoint_sequential",)
+_ASKS = (
+    "gradient_checkpointing_enable",
+    "gradient_checkpointing",
+    "set_grad_checkpointing",
+    "checkpoint",
+    "checkpoint_sequential",
+)
 
 # What torch.utils.checkpoint calls before each block, without use_reentrant.
 _SAVES = "_NoopSaveInputs"
@@ -197,19 +202,15 @@ def explain(
     if free is None:
         use = estimate.rows(memory_use.get()).iloc[0]
         ns, most, whose = row["ns"], float(row["most_bytes"]), "GPU"
-        reserved = float(use["peak_reserved_bytes"])
-        free, parts = (
-            use["total_bytes"] - reserved,
-            (("reserved at the peak", reserved), ("activations, at most", most)),
-        )
+        first = ("reserved at the peak", float(use["peak_reserved_bytes"]))
+        free = use["total_bytes"] - first[1]
     else:
-        ns = estimate.saving_ns
-        most, whose = ns * _WRITES, "host"
-        parts = (("free", free), ("activations, at most", most))
+        ns, first, whose = estimate.saving_ns, ("free", free), "host"
+        most = ns * _WRITES
     return Explanation(
         title="Activations are computed twice, with memory free to keep them",
-        summary=f"Rank {estimate.worst} computes {row['blocks']} again in the backward pass, {duration(ns)} a"
-        f" step; {size(free)} of the {whose}'s memory are free, and keeping the activations takes {size(most)} at most.",
+        summary=f"Rank {estimate.worst} computes {row['blocks']} again in the backward pass, {duration(ns)} a step;"
+        f" {size(free)} of the {whose}'s memory are free, and keeping the activations takes {size(most)} at most.",
         where=telling(statements, _ASKS),
         changes=(
             change(
@@ -217,7 +218,12 @@ def explain(
                 gradient_checkpointing=(True, False),
             ),
         ),
-        evidence=Panel("bars", f"Memory of rank {estimate.worst}'s {whose}", parts, unit="bytes"),
+        evidence=Panel(
+            "bars",
+            f"Memory of rank {estimate.worst}'s {whose}",
+            (first, ("activations, at most", most)),
+            unit="bytes",
+        ),
         sure="Estimated by the traced steps without what is computed again.",
     )
 
