@@ -318,6 +318,7 @@ class _Counts:
                 else:
                     call = Call(name, dtype, shape, flops, moved, place, caller, flops > 0 and _in_layer())
                     named = (*args, given) if given else args
+                    random = random and _draws(func, args, given)
                     self.flows.see(call, tensors, named, out, moves=moves, elementwise=elementwise, random=random)
             except Exception:  # noqa: BLE001 - an operator of an unknown form; the arithmetic is counted on
                 self.flows = None
@@ -598,6 +599,15 @@ def _kind(func: Any) -> tuple[bool, bool, tuple[int, ...], bool]:
     elementwise = name in _UNTAGGED or of_lists or torch.Tag.pointwise in func.tags
     draws = torch.Tag.nondeterministic_seeded in func.tags
     return not (views or allocates or namespace == "prim"), elementwise, tuple(written), draws
+
+
+def _draws(func: Any, args: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether an operator that can draw numbers does: an attention without dropout draws none."""
+    names = [one.name for one in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    n = names.index("dropout_p")
+    return bool(args[n] if n < len(args) else given.get("dropout_p", 0.0))
 
 
 def _parts(name: str, written: tuple[int, ...], args: Any, out: Any) -> tuple[_Sized, _Sized, _Sized]:

@@ -111,17 +111,22 @@ class _Values:
         self._of: dict[int, tuple[int, frozenset[int] | None]] = {}  # by storage
         self._places: dict[int, int] = {}  # by storage, of tensors from before the step: their places in the next
         self._given: list[tuple[weakref.ref[Any], int]] = []  # these, with how often they had been written into
-        self._calls: set[int] = set()
+        self._calls: dict[int, Place | None] = {}  # and the line of the first
         self._fresh = 0
 
     def see(
         self, call: Call, tensors: list[Any], args: Any, out: Any, *, moves: bool, random: bool
-    ) -> tuple[bool, frozenset[int] | None]:
-        """Return whether an operator has computed the same before, and what it is made of, as above."""
+    ) -> tuple[bool, frozenset[int] | None, bool]:
+        """Return whether an operator has computed the same before, what it is made of, as above, and whether it was
+        another line that has.
+        """
+        if "batch_norm" in call.operator and len(args) > 5 and args[5] is not False:
+            # What it takes from its own batch, it does not take from the running means, which it writes into.
+            tensors = [t for t in tensors if t is not args[3] and t is not args[4]]
         given, made = {_storage(t) for t in tensors}, _strided(out)
         read = [self._read(t) for t in tensors]  # of a view too: itself is gone before what it is of
         if not moves and {_storage(t) for t in made} <= given:
-            return False, None
+            return False, None, False
         key, of = -1, None
         if moves and not random and call.operator.startswith("aten::"):
             shaped = [(t.storage_offset(), *t.shape, *t.stride(), str(t.dtype)) for t in tensors]
@@ -132,12 +137,12 @@ class _Values:
         else:
             key = self._next()
         again = key in self._calls
-        self._calls.add(key)
+        elsewhere = self._calls.setdefault(key, call.place) != call.place
         for n, t in enumerate(made):
             # What was there before the step, and is written into, is another one each time.
             there = _storage(t) in given and _storage(t) in self._places
             self._of[_storage(t)] = hash((key, n)), None if there else of
-        return again, of
+        return again, of, elsewhere
 
     def forget(self, out: Any) -> None:
         """Forget what storages hold that an operator of another phase has made or written into."""
@@ -178,8 +183,9 @@ class Flows:
         self._one_hot: set[int] = set()  # storages of ones among zeros
         self._values = _Values()
         self._made_from: Counter[Any] = Counter()  # calls, by their function and the line that called that
-        # Calls, whether each repeats another, whether it has a gradient, what it is made of, and the storage it made.
-        self._same: list[tuple[Call, bool, bool, frozenset[int] | None, int]] = []
+        # Calls, whether each repeats another, and one of another line, whether it has a gradient, what it is made of,
+        # and the storage it made.
+        self._same: list[tuple[Call, bool, bool, bool, frozenset[int] | None, int]] = []
         self._found: list[dict[str, Any]] = []
 
     def see(
@@ -199,12 +205,12 @@ class Flows:
         """
         import torch
 
-        again, of = self._values.see(call, tensors, args, out, moves=moves, random=random)
+        again, of, elsewhere = self._values.see(call, tensors, args, out, moves=moves, random=random)
         self._made_from[_function(call)] += moves
         if moves and call.place is not None and (again or of is not None):
             trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
             if again or not trains:
-                self._same.append((call, again, trains, of, _storage(out) if _is_strided(out) else -1))
+                self._same.append((call, again, elsewhere, trains, of, _storage(out) if _is_strided(out) else -1))
         if call.operator.startswith("c10d::"):  # put together to be sent: a wrapper's work, not the script's
             sent = {_storage(t) for t in tensors if _is_strided(t)}
             self._same = [one for one in self._same if one[-1] not in sent]
@@ -365,20 +371,22 @@ class Flows:
 
     def _of_same(self, *, later: bool) -> Iterator[dict[str, Any]]:
         """Return the products, and of each line the bytes that other operators move, that need no second time."""
-        same: list[tuple[str, Call, bool]] = []
-        for call, again, train, of, _ in self._same:
+        same: list[tuple[str, Call, bool, bool]] = []
+        for call, again, elsewhere, train, of, _ in self._same:
             constant = later and of is not None and self._values.stays(of)
             if constant or again:
-                same.append(("constant" if constant else "repeated", call, train))
+                same.append(("constant" if constant else "repeated", call, train, elsewhere and not constant))
         products: dict[tuple[str, Place], list[Call]] = {}
         moved: dict[tuple[str, Place], Counter[str]] = {}
         trains: set[tuple[str, Place]] = set()
-        often = Counter(_function(call) for _, call, _ in same)
-        for kind, call, train in same:
+        often = Counter(_function(call) for _, call, *_ in same)
+        for kind, call, train, elsewhere in same:
             if call.place is None:
                 continue
-            # Where most of what a function does is the same, the line that calls it is what can be changed.
-            whole = call.caller is not None and 2 * often[_function(call)] >= self._made_from[_function(call)]
+            # Where most of what a function does is the same, the line that calls it is what can be changed; not where
+            # it does what another function has done.
+            mostly = 2 * often[_function(call)] >= self._made_from[_function(call)]
+            whole = mostly and not elsewhere and call.caller is not None
             key = kind, call.caller if whole and call.caller is not None else call.place
             trains |= {key} if train else set()
             if call.flops:

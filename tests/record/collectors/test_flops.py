@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dlprof.read.kineto import torch_trace
+from dlprof.record.collectors.flops import _draws
 from tests.fixtures.in_process import run_plainly, run_recorded
 from tests.fixtures.jobs import TORCHRUN, facts, launch, rows, wrapped
 
@@ -379,3 +380,19 @@ def test_what_a_rank_computes_of_a_model_that_ranks_share(kind: str, totals: lis
     assert done.stdout == plain.stdout
     told = [facts(tmp_path / f"run/ranks/{rank:05d}")["flops"] for rank in (0, 1)]
     assert [flops.get("total") for flops in told] == totals
+
+
+@pytest.mark.parametrize(
+    ("operator", "args", "given", "draws"),
+    [
+        ("_scaled_dot_product_flash_attention_for_cpu", (None, None, None), {}, False),
+        ("_scaled_dot_product_flash_attention_for_cpu", (None, None, None, 0.1), {}, True),
+        ("scaled_dot_product_attention", (None, None, None), {"dropout_p": 0.1}, True),
+        ("native_dropout", (None, 0.1, True), {}, True),
+    ],
+)
+def test_an_attention_without_dropout_draws_no_numbers(
+    operator: str, args: tuple[Any, ...], given: dict[str, Any], draws: bool
+) -> None:
+    aten = pytest.importorskip("torch").ops.aten
+    assert _draws(getattr(aten, operator).default, args, given) == draws

@@ -24,11 +24,12 @@ full, other = (nn.Parameter(torch.randn(n, k) / 64) for n, k in ((40, 64), (48, 
 experts, drop, fixed = nn.ModuleList(nn.Linear(64, 72) for _ in range(4)), nn.Dropout(0.5), torch.randn(32, 64)
 frozen, tall, noisy, fine = (nn.Linear(64, k).requires_grad_(False) for k in (80, 88, 104, 144))
 partial, table = nn.Linear(64, 160).requires_grad_(False), torch.randn(64, 64)
-often = nn.ModuleList(nn.Linear(64, k) for k in (112, 120, 128))
+often = nn.ModuleList(nn.Linear(64, k) for k in (112, 120, 128, 168))
+norm = nn.BatchNorm1d(64)
 recurrent, around = nn.GRU(64, 32), nn.Linear(96, 96)
 encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 176, 0.0, batch_first=True, norm_first=True), 1)
 fewer, more, large = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 32, 1), nn.Conv2d(16, 4, 3)
-layers = [experts, often, recurrent, encoder, around, head, wide, thick, fewer, more, large]
+layers = [norm, experts, often, recurrent, encoder, around, head, wide, thick, fewer, more, large]
 parameters = [weight, low, high, full, other, *(p for layer in layers for p in layer.parameters())]
 optimizer = torch.optim.AdamW(parameters)
 labels = torch.arange(32) % 48
@@ -83,6 +84,7 @@ def rows_times_zero(x, pixels):
 def rows_times_weights(x, pixels):
     return (torch.stack([e(x) for e in experts], 1) * torch.rand(32, 4)[:, :, None]).sum()
 def the_same_twice(x, pixels): return sum(often[0](x).mean() for _ in range(2))
+def the_same_after_a_norm(x, pixels): return sum(often[3](norm(x)).mean() for _ in range(2))
 def the_same_of_other_rows(x, pixels): return sum(often[1](x[n : n + 16]).mean() for n in (0, 16))
 def drawn_anew(x, pixels): return sum(often[2](drop(x)).mean() for _ in range(2))
 def the_same_in_each_step(x, pixels): return (frozen(fixed.expand(32, 64)) * x[:, :1].abs().exp().sin().cos()).mean()
@@ -128,6 +130,7 @@ NEEDLESS = {
     "of_another_function": ("unused_rows", "aten::addmm", 0.25),
     "of_two_products": ("unused_rows", "aten::addmm", 0.25),
     "the_same_twice": ("repeated", "aten::addmm", 0.0),
+    "the_same_after_a_norm": ("repeated", "aten::addmm", 0.0),
     "the_same_in_each_step": ("constant", "aten::addmm", 0.0),
     "of_a_function_that_gives_the_same": ("constant", "aten::addmm", 0.0),
     "enlarged_before": ("upsampled", "aten::convolution", 0.25),
