@@ -1,0 +1,1 @@
+"""Scripts that leave the training to a library, with one mistake each."""

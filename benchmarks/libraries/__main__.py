@@ -1,0 +1,101 @@
+"""The same as benchmarks.causes, of scripts that are written with libraries, as their users write them.
+
+    pip install ".[frameworks]" albumentations datasets gymnasium opencv-python-headless peft scikit-learn \
+        stable-baselines3 tensorboard timm torch_geometric torchmetrics torchvision
+    python -m benchmarks.libraries                  all of them, some 80 s each
+    python -m benchmarks.libraries --only birds_timm
+
+The remedy of each is a patch beside it. The machine should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks.causes.__main__ import judged, recorded, step_ms, table
+from benchmarks.causes.cases import Case
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@dataclass(frozen=True)
+class Library(Case):
+    """A case whose lines stand here; `folder`: where its script is."""
+
+    at: tuple[int, ...] = ()
+    folder: Path = SCRIPTS
+
+    @property
+    def command(self) -> list[str]:
+        """The words that start the script."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+        return [sys.executable, *(torchrun if self.ranks > 1 else ()), str(self.folder / f"{self.script}.py")]
+
+    @property
+    def lines(self) -> list[int]:
+        """The lines of the mistake."""
+        return [*self.at]
+
+
+WAIT, BETWEEN = ("input_wait",), ("host_bound", "step_python")
+CASES = (
+    Library("vit_defects_hf", "datasets 5669", WAIT, ("Array3D",), at=(40, 47, 48)),
+    Library(
+        "mlm_logs_hf", "transformers 15466", ("validation_share",), ("preprocess_logits",), at=(44, 45, 68, 69, 70)
+    ),
+    Library("lora_support_chat", "peft 1142", ("needless_recompute",), ("gradient_checkpointing",), at=(37,)),
+    Library("click_retrieval_lit", "torchmetrics 152", BETWEEN, ("once an epoch",), at=(23, 24, 38, 39)),
+    Library(
+        "forecast_lit",
+        "pytorch-lightning 20075",
+        ("checkpoint_stall", "periodic_work"),
+        ("save_weights_only", "save every"),
+        at=(62, 63),
+    ),
+    Library("keyword_spotter_lit", "wandb 2268", BETWEEN, ("every k-th",), at=(39, 40, 41)),
+    Library("birds_timm", "pytorch-image-models 1141", ("needless_products",), ("once in a step",), at=(26, 31, 33)),
+    Library("landcover_seg", "robosat 112", BETWEEN, ("with tensors",), at=(48, 49, 50, 73)),
+    Library("molecules_pyg", "graphormer-pyg 24", ("costly_line",), ("one operation",), at=(37, 38, 39, 40, 41)),
+    Library("elevator_ppo", "stable-baselines3 643", ("periodic_work",), ("DummyVecEnv",), at=(9, 67)),
+    Library("leaves_albu", "torchgeo 3539", WAIT, ("crop",), at=(19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29)),
+    Library(
+        "tags_accelerate", "accelerate 1153", ("exposed_communication",), ("no_sync",), ranks=2, at=(43, 54, 55, 56)
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases; return 1 where one is not right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=[case.script for case in CASES], metavar="SCRIPT")
+    parser.add_argument("--times", type=int, default=2, metavar="N", help="measure each way so often (default: 2)")
+    args = parser.parse_args(argv)
+    rows = []
+    for case in CASES:
+        if args.only is not None and case.script not in args.only:
+            continue
+        with tempfile.TemporaryDirectory() as made:
+            shutil.copy(SCRIPTS / f"{case.script}.py", made)
+            patch = str(SCRIPTS / f"{case.script}.patch")
+            subprocess.run(["git", "apply", patch], cwd=made, check=True)
+            remedied = Library(case.script, case.after, (), (), ranks=case.ranks, folder=Path(made))
+            times = [(step_ms(case, fixed=False), step_ms(remedied, fixed=False)) for _ in range(args.times)]
+            plain, fixed = (median(each) for each in zip(*times, strict=True))
+            rows.append(judged(case, recorded(case.command, Path(made) / "run"), plain, fixed))
+        row = rows[-1]
+        print(f"{case.script}: {'right' if row.right else 'WRONG'}, {row.first}: {row.said}", flush=True)
+        print(f"    predicted {row.predicted:.2f}, measured {row.measured:.2f}", flush=True)
+    print(table(rows))
+    return int(not all(row.right for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
