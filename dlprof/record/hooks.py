@@ -292,6 +292,9 @@ def _watch_optimizers(recorder: Recorder) -> None:
             clock.begin_closure()
             try:
                 return closure(*args, **kwargs)
+            except BaseException as e:
+                passed(e)
+                raise
             finally:
                 clock.end_closure()
 
