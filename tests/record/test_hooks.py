@@ -13,6 +13,7 @@ import pytest
 from dlprof.record import hooks
 from dlprof.record.hooks import Patch
 from dlprof.record.observed import Observed
+from tests.fixtures.in_process import run_recorded
 from tests.fixtures.jobs import environment, facts, launch, record, rows, tiny
 from tests.fixtures.places import ROOT
 
@@ -292,3 +293,27 @@ def test_a_script_that_cannot_be_asked_goes_on(monkeypatch: pytest.MonkeyPatch) 
     assert seen(monkeypatch, "--amp", parse) == {}
     with pytest.raises(SystemExit):
         seen(monkeypatch, "", lambda: parser().parse_args())
+
+
+CLOSURE = """
+import time, torch
+from torch import nn
+torch.set_num_threads(1)
+model = nn.Linear(16, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def training_step():
+    optimizer.zero_grad()
+    loss = model(torch.ones(4, 16)).mean()
+    time.sleep(0.004)
+    loss.backward()
+    return loss
+for n in range(30):
+    optimizer.step(training_step) if n % 2 else optimizer.step(closure=training_step)
+"""
+
+
+def test_what_a_closure_does_besides_its_passes_is_no_part_of_the_optimizer(tmp_path: Path) -> None:
+    run_recorded(tmp_path, CLOSURE)
+    steps = rows(tmp_path / "run/ranks/00000")[5:-1]
+    assert len(steps) >= 20
+    assert all(row["optimizer_ns"] < 4_000_000 <= row["dur_ns"] and row["backwards"] == 1 for row in steps)

@@ -15,7 +15,7 @@ from dlprof.analysis.memory.rules import blocking_copy, exposed_copy, needless_r
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.read.run import open_run
 from dlprof.result import Outcome, Setting
-from tests.fixtures import layers, runs, traces
+from tests.fixtures import layers, readings, runs, traces
 from tests.fixtures.allocator import GB, GPU, copied_batches, reading, write
 from tests.fixtures.asking import ask, ask_all
 from tests.fixtures.runs import MS, asked
@@ -248,6 +248,36 @@ def test_activations_are_kept_where(tmp_path: Path, peak: int, again: bool, stat
     if state == "found":  # the block's kernel runs once and not twice: 3 of 10 ms
         assert found.saving_ns == pytest.approx(3 * MS, rel=0.05)
         assert ("block" in found.summary, "30 GB at most" in found.summary) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("left", "again", "state"), [(2, True, "found"), (0.2, True, "clear"), (2, False, "clear")],
+    ids=["they fit", "they may not fit", "none is computed again"],
+)  # fmt: skip
+def test_on_a_cpu_activations_are_kept_where(tmp_path: Path, left: float, again: bool, state: str) -> None:
+    """Steps of 10 ms on one thread: a block of 3 ms forward, again 3 ms in the backward pass, and 3 ms of that."""
+    events: list[Any] = []
+    for n in range(4):
+        at = 10 * n * MS
+        events += [
+            traces.step(n, at, 10 * MS),
+            layers.called("", "Net", at, 3 * MS),
+            layers.called("block", "Block", at, 3 * MS),
+            layers.forward("linear", at, 3 * MS, 5),
+            layers.function("CheckpointFunctionBackward", at + 3 * MS, 6 * MS, 5),
+            traces.op("aten::mm", at + 6 * MS, 3 * MS),
+        ]
+        if again:
+            events += [layers.called("block", "Block", at + 3 * MS, 3 * MS)]
+        events += [traces.op("aten::linear", at + 3 * MS, 3 * MS)]
+    steps = [runs.light(n, 10 * MS, forward_ns=3 * MS, backward_ns=6 * MS) for n in range(20)]
+    path = runs.recorded(tmp_path / "run", (traces.trace(*events, world_size=1, device=""), steps, runs.CPU))
+    readings.write(path / "hosts/node-1/host.jsonl", [{"memory_available_bytes": left * GB}] * 40)
+    found = ask(needless_recompute.RULE, path)
+    assert found.state == state, (found.why, found.summary)
+    if state == "found":
+        assert found.saving_ns == pytest.approx(3 * MS, rel=0.1)
+        assert "block" in found.summary
 
 
 @pytest.mark.parametrize(("saves", "gain"), [(False, 500), (True, 500 + 280 + 0.3 * 590 + 0.45 * 400)])
