@@ -18,6 +18,7 @@ from dlprof.analysis import notices, settings
 from dlprof.analysis.engine import Job, Measure, Measured, MeasureFailed, all_needed, measure
 from dlprof.analysis.estimate import BESIDES, COMPILED, LEAST_CAUSE, LEAST_SHARE, UNKNOWN, Estimate, Rule, error_of
 from dlprof.analysis.figures import FIELDS, SECTIONS, facts, run_info
+from dlprof.analysis.idioms import of_advice
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
 from dlprof.analysis.proposals import Basis, Piece, combined_saving, pieces, proposals, speedup
@@ -108,7 +109,7 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
                 for one in found
                 if by_id[one.id].generic and one.saving_ns > o.saving_ns and _is_in_one_place(one)
             ]
-        elif by_id[o.id].generic:
+        elif by_id[o.id].generic and not (_is_in_one_place(o) and _is_known(o)):
             before = [cause.saving_ns for cause in causes if cause.saving_ns >= BESIDES * saving]
         keys[o.id] = (-min([saving, *before]), bool(before))
     return keys
@@ -117,6 +118,11 @@ def _ranks(outcomes: Sequence[Outcome], rules: Sequence[Rule], on_gpu: bool) -> 
 def _is_in_one_place(outcome: Outcome) -> bool:
     """Return whether more than half of the stacks were seen in the first place that a finding names."""
     return bool(outcome.where) and (outcome.where[0].share or 0.0) > 0.5
+
+
+def _is_known(outcome: Outcome) -> bool:
+    """Return whether its first change is the remedy of what a line is known to do."""
+    return any(of_advice(change.text) for change in outcome.changes[:1])
 
 
 def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]:

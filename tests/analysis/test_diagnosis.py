@@ -16,6 +16,7 @@ from dlprof.analysis.diagnosis import diagnose, diagnosed, rule_named, wanted
 from dlprof.analysis.engine import Maybe, Measured, check_needs, maybe, measure, needs, per_rank
 from dlprof.analysis.estimate import LEAST_SHARE, UNKNOWN, Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.figures import FIELDS
+from dlprof.analysis.idioms import BY_NAME
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.savings import LEAST_NOISE
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
@@ -225,6 +226,24 @@ FOUND: dict[str, tuple[list[tuple[str, Check, dict[str, Any]]], list[str]]] = {
 def test_the_order_of_outcomes(known: Measured, name: str) -> None:
     found, order = FOUND[name]
     result = diagnosed(known, [replace_rule(rule(check, id_), **of) for id_, check, of in found])
+    assert [o.id for o in result.outcomes] == order
+
+
+@pytest.mark.parametrize(
+    ("share", "text", "order"),
+    [
+        (0.9, BY_NAME["histograms"].remedy, ["python", "loop"]),
+        (0.4, BY_NAME["histograms"].remedy, ["loop", "python"]),
+        (0.9, "Fix it.", ["loop", "python"]),
+    ],
+)
+def test_on_a_cpu_a_line_that_is_known_comes_before_a_smaller_part_of_the_same_time(
+    tmp_path: Path, share: float, text: str, order: list[str]
+) -> None:
+    run = open_run(recorded(tmp_path, (None, [light(n, 10 * MS) for n in range(40)], CPU)))
+    placed: dict[str, Any] = {"at_most": True, "where": (Place("train.py", 7, share=share),)}
+    checks = (finding(0.5, changes=(Change(text),), **placed), "python", LEFT), (finding(0.3), "loop", HOST)
+    result = diagnose(run, [replace_rule(rule(check, id_), **of) for check, id_, of in checks], jobs=1)
     assert [o.id for o in result.outcomes] == order
 
 
