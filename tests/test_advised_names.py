@@ -26,6 +26,7 @@ from tests.fixtures.places import ROOT
 pytest.importorskip("torch", minversion="2.13", reason="names are those of torch 2.13")
 
 LIBRARIES = """torch numpy pandas transformers torchvision torchaudio torchdata torch_geometric gymnasium datasets timm
+lightning stable_baselines3
 gc warnings multiprocessing tracemalloc faulthandler time os logging sys gzip resource copy"""
 SHORT = {"np": "numpy", "pd": "pandas", "nn": "torch.nn", "F": "torch.nn.functional"}
 # Where a name that stands alone is looked for, and the classes of what has a method called.
@@ -58,6 +59,12 @@ WHOLE = {
     "packing=": "trl.SFTConfig",
     "train_sampling_strategy=": "transformers.TrainingArguments",
     "use_cache=": "transformers.GenerationConfig",
+    "save_only_model=": "transformers.TrainingArguments",
+    "Trainer": "transformers.Trainer",
+    "ModelCheckpoint": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "DummyVecEnv": "stable_baselines3.common.vec_env.DummyVecEnv",
+    "num_envs=": "gymnasium.make_vec",
+    "vectorization_mode=": "gymnasium.make_vec",
     "dataset.map": "datasets.Dataset.map",
     "dataset.set_format": "datasets.Dataset.set_format",
 }
