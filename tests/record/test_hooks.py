@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -316,4 +317,6 @@ def test_what_a_closure_does_besides_its_passes_is_no_part_of_the_optimizer(tmp_
     run_recorded(tmp_path, CLOSURE)
     steps = rows(tmp_path / "run/ranks/00000")[5:-1]
     assert len(steps) >= 20
-    assert all(row["optimizer_ns"] < 4_000_000 <= row["dur_ns"] and row["backwards"] == 1 for row in steps)
+    assert {row["backwards"] for row in steps} == {1}
+    # Each step sleeps for 4 ms; a busy machine may take a core away from some.
+    assert median(row["optimizer_ns"] for row in steps) < 4_000_000 <= min(row["dur_ns"] for row in steps)
