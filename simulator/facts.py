@@ -280,6 +280,7 @@ def _flops(job: Job, rank: int) -> dict[str, Any]:
             )
     total: dict[str, list[int]] = {}
     for row in rows:
+        row.update({what: row[what] * job.gradients.accumulate for what in ("calls", "flops", "bytes")})
         one = total.setdefault(row["operator"], [0, 0])
         one[0] += row["flops"]
         one[1] += row["calls"]

@@ -246,7 +246,7 @@ def play(job: Job, steps: int) -> Simulation:
 def cycle(job: Job) -> int:
     """Return after how many steps all that comes now and then has come as often as it should."""
     pauses, script = job.pauses, job.script
-    every = [job.gradients.accumulate, job.epochs.steps + job.epochs.validation or 1]
+    every = [job.epochs.steps + job.epochs.validation or 1]
     every += [script.every if script.items else 1, script.skips or 1]
     for length, often in (
         (pauses.garbage, pauses.garbage_every),

@@ -149,17 +149,16 @@ class Training:
                 (pauses.retry, pauses.retry_every),
             )
         )
-        steps = number % job.gradients.accumulate == job.gradients.accumulate - 1
         reads = bool(job.script.items) and number % job.script.every == job.script.every - 1
         reads &= not job.script.readers or self.rank in job.script.readers
         if kind == "train" and job.script.skips and number % job.script.skips == job.script.skips - 1:
             kind = "other"
         self.exchanges.number = number % VARIANTS if job.routing else 0
         opens = number == 0 and job.script.opening > 0
-        flavour = (kind, first, last, stalls, steps, reads, opens, self.exchanges.number)
+        flavour = (kind, first, last, stalls, reads, opens, self.exchanges.number)
         if flavour not in self._made:
             if kind == "train":
-                program = self._train(stalls, steps, reads, opens)
+                program = self._train(stalls, reads, opens)
             else:
                 program = self._validate() if kind == "validation" else self._skip()
             self._made[flavour] = Step(tuple(program), kind, first, last)
@@ -236,15 +235,25 @@ class Training:
 
     # -- steps
 
-    def _train(self, stalls: tuple[bool, ...], steps: bool, reads: bool, opens: bool) -> Iterator[Instruction]:
+    def _train(self, stalls: tuple[bool, ...], reads: bool, opens: bool) -> Iterator[Instruction]:
+        """Return one step of the optimizer, and the batches before it: the recorder's steps end there."""
+        job = self.job
+        _, checkpoint, *_ = stalls
+        if job.loader is None:
+            yield from self._behind(reads, checkpoint)
+        for left in reversed(range(job.gradients.accumulate)):
+            yield from self._on_batch(stalls, not left, opens)
+        if job.loader is not None:
+            yield from self._behind(reads, checkpoint)
+
+    def _on_batch(self, stalls: tuple[bool, ...], steps: bool, opens: bool) -> Iterator[Instruction]:
+        """Return what is done with one batch; `steps`: with the optimizer's step."""
         job, script = self.job, self.job.script
-        garbage, checkpoint, compiles, retries = stalls
+        garbage, _, compiles, retries = stalls
         yield Belongs(OUTSIDE, "other")
         if job.loader is not None:
             yield Line("iteration")
             yield Fetch()
-        else:  # the optimizer's step is the end of the recorder's steps
-            yield from self._behind(steps, reads, checkpoint)
         yield Line("batch")
         if sleep := dict(job.sleeps).get(self.rank, 0):
             yield Spend(sleep, "sleep", key_of("sleep"))
@@ -256,14 +265,12 @@ class Training:
             yield from self._replay()
         else:
             yield from self._pass(steps, garbage, retries, opens)
-        if job.loader is not None:
-            yield from self._behind(steps, reads, checkpoint)
 
-    def _behind(self, steps: bool, reads: bool, checkpoint: bool) -> Iterator[Instruction]:
+    def _behind(self, reads: bool, checkpoint: bool) -> Iterator[Instruction]:
         """Return what the script does behind the optimizer's step."""
         job, script = self.job, self.job.script
         yield Belongs(OUTSIDE, "other")
-        if steps and script.captured != "all":
+        if script.captured != "all":
             yield from step_end()
             yield from habits.lap(job, "step")
             yield Line("zero_grad")

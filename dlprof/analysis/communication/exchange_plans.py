@@ -227,7 +227,7 @@ def accumulation(
         much = (found["bytes"] if sized else found["end_ns"] - found["start_ns"]).to_numpy(dtype=float)
         made, passes = found["made_ns"].to_numpy(), host_phases.get()["backward"]
         shares = []
-        for begin, end in timing.get().windows:
+        for begin, end in timing.get().host_windows:  # a device may be steps behind
             begins = passes[(passes[:, 0] >= begin) & (passes[:, 0] < end), 0]
             inside = (made >= begin) & (made < end)
             of = np.searchsorted(begins, made[inside], side="right") - 1

@@ -399,9 +399,10 @@ def test_the_buckets_of_the_best_plan_are_named_unless_they_are_there(tmp_path: 
     assert [f.value for f in found.forecasts] == ([] if now == 1.0 else ["1.0"])
 
 
-def test_exchanges_before_the_optimizer_steps_are_needed_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lag", [0, 210 * MS])  # a device is steps behind where nothing waits for it
+def test_exchanges_before_the_optimizer_steps_are_needed_once(tmp_path: Path, lag: int) -> None:
     """Of four exchanges of 4 ms three are made for nothing: that is the finding, though hiding might give more."""
-    path = accumulating(tmp_path, 4 * MS)
+    path = accumulating(tmp_path, 4 * MS, lag=lag)
     plans = runs.measured(path, exchange_plans, overlap).frame(exchange_plans).set_index("key")
     assert plans["gain_ns"]["once"] == pytest.approx(12 * MS)
     assert "once for 4 batches" in plans["why"]["once"]
