@@ -106,7 +106,7 @@ IDIOMS: tuple[Idiom, ...] = (
         "read the array out of it once, in `__init__`; or save it as `.npy`, opened by `np.load(path, mmap_mode='r')`",
         "https://numpy.org/doc/stable/reference/generated/numpy.load.html",
         DATA,
-        around=r"NpzFile\.__getitem__|__getitem__ \(.*npyio",
+        around=r"NpzFile\.__getitem__|__getitem__ \([^;]*npyio",
     ),
     Idiom(
         "hdf5_opened",
@@ -241,7 +241,7 @@ IDIOMS: tuple[Idiom, ...] = (
         " 'float32')})`; or keep what was there before, and convert each batch in `with_transform`",
         "https://huggingface.co/docs/datasets/about_dataset_features",
         DATA,
-        around=r"_recursive_tensorize\.<locals>.* \(datasets",
+        around=r"\b_recursive_tensorize\b.*\b_recursive_tensorize\b",
         at=("map",),
     ),
     Idiom(
@@ -930,7 +930,7 @@ IDIOMS: tuple[Idiom, ...] = (
         " compress it after training, or with `compresslevel=1`",
         "https://docs.python.org/3/library/gzip.html#gzip.open",
         LOOP,
-        around=r"write \((.*[/\\])?(gzip|bz2|lzma)\.py",
+        around=r"write \(([^;]*[/\\])?(gzip|bz2|lzma)\.py",
         source=r"\b(gzip|bz2|lzma)\.open\(|\bsavez_compressed\(",
         first=False,
     ),
@@ -1209,7 +1209,8 @@ def known(source: str, frames: tuple[str, ...], doing: str) -> Idiom | None:
         for one in IDIOMS
         if doing in one.doing and not (one.unless and any(re.search(one.unless, frame) for frame in frames))
     ]
-    around = next((one for one in fitting if one.around and any(re.search(one.around, f) for f in frames)), None)
+    stack = "; ".join(frames)
+    around = next((one for one in fitting if one.around and re.search(one.around, stack)), None)
     if around is not None:
         return around
     by_source = [one for one in fitting if one.source and re.search(one.source, source)]

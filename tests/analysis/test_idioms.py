@@ -123,8 +123,15 @@ LINES = [
     (
         "fetch",
         "",
-        f"TorchFormatter._recursive_tensorize.<locals>.<listcomp> ({LIBRARY}datasets/formatting/torch_formatter.py:76)",
+        # A list in a record is one call within another. Python 3.12 has no frame of the comprehension between them.
+        ";".join([f"TorchFormatter._recursive_tensorize ({LIBRARY}datasets/formatting/torch_formatter.py:76)"] * 2),
         "nested_records",
+    ),
+    (
+        "fetch",
+        "",
+        f"TorchFormatter._recursive_tensorize ({LIBRARY}datasets/formatting/torch_formatter.py:80)",
+        "records_of_datasets",
     ),
     ("rest", "", f"EvalLoopContainer.add ({LIBRARY}transformers/trainer_pt_utils.py:9)", "logits_kept"),
     (
