@@ -60,6 +60,24 @@ def test_what_is_not_trained(tmp_path: Path, frozen: Any, trained: bool, state: 
         assert "`backbone`" in found.changes[0].text
 
 
+@pytest.mark.parametrize(
+    ("length", "more", "state"),
+    [
+        (160, {}, "clear"),
+        (80, {}, "found"),
+        (1_600, {}, "found"),
+        (320, {"replicas": 2}, "clear"),
+        (160, {"iterable": True}, "found"),
+    ],
+)
+def test_samples_that_come_once_are_not_computed_again(tmp_path: Path, length: int, more: Any, state: str) -> None:
+    steps = [runs.light(n, STEP_US * US, samples=8) for n in range(20)]
+    loaders = [{"role": "train", "dataset_length": length, **more}]
+    facts = {**runs.CPU, "frozen": told(("backbone", False)), "loaders": loaders}
+    folder = runs.recorded(tmp_path / "run", (layers.on_cpu(step(trained=False)), steps, facts))
+    assert ask(RULE, folder).state == state
+
+
 def copied(model: Any, other: Any) -> None:
     model.load_state_dict(other.state_dict())
 
