@@ -157,6 +157,19 @@ def loader_of(iterator: Any) -> Any:
     )
 
 
+def described(loader: Any, iterator: Any) -> Any:
+    """Return a loader, or what stands for one that is not PyTorch's own, as fastai's: it iterates as a loader without
+    the attributes of one.
+    """
+    if hasattr(loader, "batch_size"):
+        return loader
+    kept, own = loader_of(iterator), getattr(loader, "d", None)
+    if kept is not None and hasattr(own, "bs"):
+        kept.dataset, kept.batch_size, kept.drop_last = own.dataset, own.bs, own.drop_last
+        kept.sampler = SimpleNamespace(shuffle=own.shuffle)
+    return kept
+
+
 def _sampling(loader: Any) -> tuple[Any, int | None]:
     """Return what draws the samples, and how many a batch: a loader with a batch sampler has neither of its own."""
     if loader.batch_size is not None:
@@ -508,7 +521,9 @@ def _digest(sample: Any) -> tuple[int, int] | None:
             size += part.nelement() * part.element_size()
             if size <= _MOST_BYTES:
                 made.update(f"{part.dtype}{tuple(part.shape)}".encode())
-                made.update(part.detach().contiguous().view(-1).view(torch.uint8).numpy())
+                # One value has any strides.
+                flat = part.detach().contiguous().as_strided((part.nelement(),), (1,))
+                made.update(flat.view(torch.uint8).numpy())
         elif getattr(kind, "__module__", "") == "numpy" and hasattr(part, "dtype") and part.dtype.kind in "biufc":
             made.update(part.tobytes())
             size += part.nbytes

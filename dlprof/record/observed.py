@@ -9,7 +9,17 @@ from numbers import Integral
 from typing import Any
 
 from dlprof.record.calls import Calls
-from dlprof.record.loaders import LoaderSeen, Padding, Pass, Referable, adopt, begin_pass, loader_of, settings_of
+from dlprof.record.loaders import (
+    LoaderSeen,
+    Padding,
+    Pass,
+    Referable,
+    adopt,
+    begin_pass,
+    described,
+    loader_of,
+    settings_of,
+)
 from dlprof.record.model.names import parameters_of
 from dlprof.record.model.parameters import Dropped
 
@@ -128,7 +138,11 @@ class Observed:
         """Keep a loader, and give its new iterator a pass; iter() began then and took so long (perf_counter, ns)."""
         seen = next((s for s in self.loaders if s.loader() is loader), None)
         if seen is None:
-            settings = settings_of(loader)
+            like = described(loader, iterator)
+            if like is None:
+                begin_pass(iterator, None, began_ns, took_ns)
+                return
+            settings = settings_of(like)
             # A script that makes its loader anew each epoch has one loader.
             seen = next((s for s in self.loaders if s.loader() is None and s.settings == settings), None)
             if seen is not None:

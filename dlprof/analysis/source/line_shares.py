@@ -255,8 +255,9 @@ def _costly(
         text = texts.get((file, line), "")
         named = name if times >= _NAMED * samples else ""
         way = usual(ways[doing, function, file, line], directory)
-        rows.append((doing, function, file.removeprefix(directory), line, text, named, way, samples, of[doing]))
-    columns = ["doing", "function", "file", "line", "text", "idiom", "callers", "samples", "of"]
+        place, over = (doing, function, file.removeprefix(directory), line), (file, line) in trains
+        rows.append((*place, text, named, way, over, samples, of[doing]))
+    columns = ["doing", "function", "file", "line", "text", "idiom", "callers", "hands_over", "samples", "of"]
     table = pd.DataFrame(rows, columns=columns).sort_values(["doing", "samples"], ascending=[True, False])
     return table[table.groupby("doing").cumcount() < MOST_LINES].reset_index(drop=True)
 
@@ -376,7 +377,8 @@ def costliest(lines: Maybe[pd.DataFrame], rank: int, *doing: str) -> CostlyLine 
         near = near[(near["line"] - top["line"]).abs() <= AROUND]
     callers = tuple(Place(file, line, caller) for caller, file, line in top["callers"])
     share = float(near["samples"].sum() / of)
-    return CostlyLine(place, callers, share, str(top["text"]), idioms.BY_NAME.get(name))
+    over = not name and bool(top.get("hands_over"))
+    return CostlyLine(place, callers, share, str(top["text"]), idioms.BY_NAME.get(name), over)
 
 
 def _calling(lines: pd.DataFrame, top: dict[str, Any]) -> dict[str, Any]:
