@@ -637,6 +637,16 @@ IDIOMS: tuple[Idiom, ...] = (
         DATA,
     ),
     Idiom(
+        "volumes_prepared",
+        "loads volumes and resamples them again for every sample",
+        "`monai.data.CacheDataset` instead of `Dataset` (`PersistentDataset` keeps them on disk): what comes before the"
+        " first random transform is then done once for each volume",
+        "https://docs.monai.io/en/stable/data.html#cachedataset",
+        DATA,
+        around=r"\b(LoadImage|Spacing|SpatialResample|Orientation|Resize|ResampleToMatch)d?\.__call__ \([^;]*monai[/\\]",
+        at=("Dataset",),
+    ),
+    Idiom(
         "augmented",
         "augments pictures one by one",
         "augment the batch on the device (`torchvision.transforms.v2`, kornia), or with more workers",
@@ -672,7 +682,10 @@ IDIOMS: tuple[Idiom, ...] = (
         "tokenise once, before training (`dataset.map(tokenize, batched=True)`), and keep the numbers",
         "https://huggingface.co/docs/datasets/process#map",
         (*DATA, "rest", *START),
-        source=r"\b(tokeni[sz]er?|tokeni[sz]e|encode_plus|batch_encode_plus|word_tokenize)\w*\(|\.encode\(",
+        source=r"\b(tokeni[sz]er?|tokeni[sz]e|encode_plus|batch_encode_plus|word_tokenize)\w*\("
+        r"|\b(\w*(tok|bpe|vocab)\w*|enc|encoding|spm?|sp_model)\.encode\(",
+        # It calls no operator but those that make a tensor of what comes out.
+        only=r"aten::(detach|lift_fresh|_to_copy|to|empty|copy_)",
         frames=r"(tokenization_\w+|tokenizers?[/\\]|nltk[/\\]|spacy[/\\]|sentencepiece|tiktoken)",
     ),
     Idiom(
@@ -860,6 +873,7 @@ IDIOMS: tuple[Idiom, ...] = (
         LOOP,
         source=r"\bplt\.|\.savefig\(",
         frames=r"matplotlib[/\\]|seaborn[/\\]|plotly[/\\]",
+        at=("log_interval",),  # of pytorch-forecasting
     ),
     Idiom(
         "metrics_of_all",

@@ -97,7 +97,7 @@ RANK: Mapping[str, Shape] = {
             "class": str,
             "takes": [str],
             **_all(bool, "fused foreach"),
-            **_all(int, "parameters parameter_groups distinct_groups"),
+            **_all(int, "parameters parameter_groups distinct_groups bytes"),
         }
     ],
     "directory": str,

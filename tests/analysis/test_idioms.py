@@ -133,6 +133,16 @@ LINES = [
         f"TorchFormatter._recursive_tensorize ({LIBRARY}datasets/formatting/torch_formatter.py:80)",
         "records_of_datasets",
     ),
+    (
+        "fetch",
+        "for batch in train_loader:",
+        f"Dataset._transform ({LIBRARY}monai/data/dataset.py:95);Spacingd.__call__ ({LIBRARY}monai/transforms/x.py:5);"
+        f"grid_sample ({LIBRARY}torch/nn/functional.py:9)",
+        "volumes_prepared",
+    ),
+    ("fetch", "for x in loader:", f"RandFlipd.__call__ ({LIBRARY}monai/transforms/spatial/dictionary.py:5)", "augmented"),
+    ("worker", "ids = tokenizer.encode(text)", "", "tokenised"),
+    ("rest", "latents = vae.encode(pixels).latent_dist.sample()", "", ""),
     ("rest", "", f"EvalLoopContainer.add ({LIBRARY}transformers/trainer_pt_utils.py:9)", "logits_kept"),
     (
         "rest",

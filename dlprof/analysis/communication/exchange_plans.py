@@ -465,6 +465,10 @@ def exchange_plans(
     transfer, ddp = exposed_transfer * (grads / exposed), model.get("ddp")
     if ddp:
         plans.append(_rebucketed(bandwidth, fitted, overlap, ddp.get("bucket_cap_mb"), transfer, saves))
+    elif not model.get("fsdp") and not (gradients["bytes"] > 0).any() and gradients["count"].sum() >= _FEW:
+        many = count(round(float(gradients["count"].sum())), "exchange")
+        why = f"{many} become a few, in buckets: what starting each takes is not known, as their sizes are not"
+        plans[0] = Plan("in buckets, hidden behind computation", "hidden", saves(transfer), why)
     batches, between = float(accumulation["batches"].mean()), float(accumulation["between"].min(skipna=False))
     if model.get("fsdp") and batches > 1 and between >= FOR_NOTHING:
         what = "exchange once for each step of the optimizer (`set_requires_gradient_sync`)"

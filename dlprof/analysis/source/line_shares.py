@@ -38,7 +38,7 @@ from dlprof.analysis.source.patches import Call, calls_of
 from dlprof.analysis.timeline.stalls import periodic, stall_means
 from dlprof.analysis.timeline.steps import phases_of_step
 from dlprof.errors import NotMeasured
-from dlprof.result import Place
+from dlprof.result import Change, Place
 from dlprof.units import short
 
 # The most rows that a rank passes on for each phase: the user's lines, and library functions with no user's line above.
@@ -143,13 +143,14 @@ def _loops_of(rank: RankFacts) -> dict[tuple[str, int], tuple[str, int]]:
 
 @per_rank
 def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(RANK)) -> pd.DataFrame:
-    """Return the user's lines that were seen most: doing, function, file, line, text, idiom, callers, samples, of.
+    """Return the user's lines that were seen most: doing, function, file, line, text, idiom, callers, hands_over,
+    samples, of.
 
     `doing`: as in `line_shares`; of workers, and of waiting for a loader without workers, only the making of batches
     counts. `text`: the line's source, "" where it was not recorded. `idiom`: a name of `idioms.IDIOMS`, "": none.
     `callers`: which lines call the function that it is in, as function, file, line: the last one, and the one in the
     training loop, `forward` or `__getitem__`; () where it is in there itself, or is called from different places.
-    `samples`: in this line and what it calls in libraries; `of`: all of that doing.
+    `hands_over`: it leaves the training to a library. `samples`: in this line and what it calls in libraries; `of`: all of that doing.
     """
     making = [one for one in seen_doing(stacks) if one[0] not in idioms.DATA or any(map(_MAKES.search, one[1]))]
     table = _costly(making, rank, idioms.BY_NAME["rows_of_tensors"] if _reads_tensors(rank) else None)
@@ -298,6 +299,7 @@ class CostlyLine(Struct, frozen=True):
     share: float  # of the samples, with the lines around it in the same function, as of a loop, or all of these
     text: str
     idiom: idioms.Idiom | None
+    hands_over: bool = False  # it leaves the training to a library, and nothing is known of what that does there
 
     @property
     def shown(self) -> str:
@@ -333,6 +335,14 @@ class CostlyLine(Struct, frozen=True):
         if self.idiom is None:
             return f"{otherwise} {self.shown.rstrip(',')} ({UNKNOWN}){rarer}"
         return f"{self.idiom.remedy}: {self.shown} {self.idiom.what} ({self.idiom.link}){rarer}"
+
+
+def in_library(line: CostlyLine) -> Change | None:
+    """Return what is said of a line that leaves the training to a library; None: it does not, or more is known."""
+    if not line.hands_over:
+        return None
+    what = f"no remedy is known to dlprof: it is what the library does that the training is left to, by {line.shown}"
+    return Change(what.rstrip(","), informs=True)
 
 
 def _says(text: str, idiom: str) -> bool:

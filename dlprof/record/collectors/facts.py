@@ -559,6 +559,7 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
             parameter_groups=lambda: len(groups),
             distinct_groups=lambda: len({_settings_of(g) for g in groups}),
             parameters=lambda: sum(len(g["params"]) for g in groups),
+            bytes=lambda: sum(p.numel() * p.element_size() for g in groups for p in g["params"]),
             # A tensor on a device is not read, since that would wait for the device.
             lr=lambda: rate if isinstance(rate := groups[0].get("lr"), (int, float)) else None,
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import weakref
 from pathlib import Path
@@ -59,6 +60,14 @@ def test_wasted_gradients_of_a_real_job(tmp_path: Path, how: str, state: str, na
         # SGD trains the same with sparse gradients: no change of the training.
         assert ("sparse=True" in dense.changes[0].text, dense.training) == (True, False)
         assert 0.2 < dense.share < 0.95
+        # So does an optimizer of the table's own, whatever the other layers have.
+        at, table = tmp_path / "run/ranks/00000/facts.json", 150_000 * 64 * 4
+        known = json.loads(at.read_text())
+        for classes, otherwise in ((("Adagrad", "AdamW"), False), (("AdamW", "Adagrad"), True)):
+            sizes = zip(classes, (table, 9), strict=True)
+            known["optimizers"] = [{"class": name, "bytes": size} for name, size in sizes]
+            at.write_text(json.dumps(known))
+            assert ask(dense_gradient.RULE, tmp_path / "run").changes[0].training == otherwise
 
 
 ADAPTED = """

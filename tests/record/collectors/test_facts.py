@@ -85,6 +85,7 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(
             "parameter_groups": 2,
             "distinct_groups": 2,
             "parameters": 5,
+            "bytes": 4 * (9 + 4 * 27 + 4 + 16 + 1),
             "lr": 0.25,
         }
     ]

@@ -73,8 +73,10 @@ def explain(estimate: Estimate, statements: Trees = needs(statements), job: Job 
     mine = estimate.seen
     attributes = dict.fromkeys(path.strip("()").rpartition(".")[2] for path in mine["path"])
     named = few([f"`{path.strip('()')}`" for path in mine["path"]], 4)
-    classes = {str(one.get("class")) for one in job.facts[job.ranks[0]].get("optimizers") or ()}
-    same = bool(classes) and classes <= set(_SAME)
+    # The tables may have an optimizer of their own, beside that of the dense layers.
+    optimizers, held = job.facts[job.ranks[0]].get("optimizers") or (), int(mine["parameter_bytes"].sum())
+    of_tables = [one for one in optimizers if one.get("bytes") == held] or optimizers
+    same = bool(of_tables) and {str(one.get("class")) for one in of_tables} <= set(_SAME)
     text = "`nn.Embedding(..., sparse=True)`"
     otherwise = f"{text}, and `torch.optim.SparseAdam` for this table: rows that a batch does not use stay as they are"
     return Explanation(

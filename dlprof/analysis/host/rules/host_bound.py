@@ -39,7 +39,7 @@ from dlprof.analysis.host.waiting import sync_waits
 from dlprof.analysis.input.loader import before_forward
 from dlprof.analysis.machine.cores import core_waits
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
+from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines, in_library
 from dlprof.analysis.source.where import Option, options, with_option
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steady import light_steps
@@ -198,7 +198,7 @@ def explain(
     doing = (phase,) if phase in COMPUTING else COMPUTING if phase or besides else ("rest",)
     seen = hottest_own(hottest, rank, *doing)
     line = None if besides else _line(costly_lines, rank, phase)
-    changes = [] if line is None else [change(line.advice(between=not phase))]
+    changes = [] if line is None else [in_library(line) or change(line.advice(between=not phase))]
     if line is None and not phase and in_python > 0.5 and not traced:
         place = hottest_place(hottest, rank, *doing)
         if place is not None:
