@@ -643,7 +643,7 @@ IDIOMS: tuple[Idiom, ...] = (
         " first random transform is then done once for each volume",
         "https://docs.monai.io/en/stable/data.html#cachedataset",
         DATA,
-        around=r"\b(LoadImage|Spacing|SpatialResample|Orientation|Resize|ResampleToMatch)d?\.__call__ \([^;]*monai[/\\]",
+        around=r"\b(LoadImage|Spacing|SpatialResample|Orientation|Resize)d?\.__call__ \([^;]*monai[/\\]",
         at=("Dataset",),
     ),
     Idiom(

@@ -163,7 +163,8 @@ def described(loader: Any, iterator: Any) -> Any:
     """
     if hasattr(loader, "batch_size"):
         return loader
-    kept, own = loader_of(iterator), getattr(loader, "d", None)
+    kept = loader_of(iterator)
+    own: Any = getattr(loader, "d", None)
     if kept is not None and hasattr(own, "bs"):
         kept.dataset, kept.batch_size, kept.drop_last = own.dataset, own.bs, own.drop_last
         kept.sampler = SimpleNamespace(shuffle=own.shuffle)

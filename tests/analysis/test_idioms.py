@@ -140,7 +140,12 @@ LINES = [
         f"grid_sample ({LIBRARY}torch/nn/functional.py:9)",
         "volumes_prepared",
     ),
-    ("fetch", "for x in loader:", f"RandFlipd.__call__ ({LIBRARY}monai/transforms/spatial/dictionary.py:5)", "augmented"),
+    (
+        "fetch",
+        "for x in loader:",
+        f"RandFlipd.__call__ ({LIBRARY}monai/transforms/spatial/dictionary.py:5)",
+        "augmented",
+    ),
     ("worker", "ids = tokenizer.encode(text)", "", "tokenised"),
     ("rest", "latents = vae.encode(pixels).latent_dist.sample()", "", ""),
     ("rest", "", f"EvalLoopContainer.add ({LIBRARY}transformers/trainer_pt_utils.py:9)", "logits_kept"),

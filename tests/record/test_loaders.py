@@ -90,5 +90,5 @@ def test_what_stands_for_a_loader_is_described_by_what_it_stands_for() -> None:
         "batch_size": 2, "dataset": "Data", "dataset_length": 16, "drop_last": True, "shuffle": True,
     }  # fmt: skip
     assert described(loader, iter([])) is None
-    real = DataLoader([0])
+    real: DataLoader[Any] = DataLoader(own.dataset)
     assert described(real, iter(real)) is real

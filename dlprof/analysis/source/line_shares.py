@@ -150,7 +150,8 @@ def costly_lines(stacks: Frame = needs(schema.STACKS), rank: RankFacts = needs(R
     counts. `text`: the line's source, "" where it was not recorded. `idiom`: a name of `idioms.IDIOMS`, "": none.
     `callers`: which lines call the function that it is in, as function, file, line: the last one, and the one in the
     training loop, `forward` or `__getitem__`; () where it is in there itself, or is called from different places.
-    `hands_over`: it leaves the training to a library. `samples`: in this line and what it calls in libraries; `of`: all of that doing.
+    `hands_over`: it leaves the training to a library. `samples`: in this line and what it calls in libraries; `of`: all
+    of that doing.
     """
     making = [one for one in seen_doing(stacks) if one[0] not in idioms.DATA or any(map(_MAKES.search, one[1]))]
     table = _costly(making, rank, idioms.BY_NAME["rows_of_tensors"] if _reads_tensors(rank) else None)
@@ -256,8 +257,8 @@ def _costly(
         text = texts.get((file, line), "")
         named = name if times >= _NAMED * samples else ""
         way = usual(ways[doing, function, file, line], directory)
-        place, over = (doing, function, file.removeprefix(directory), line), (file, line) in trains
-        rows.append((*place, text, named, way, over, samples, of[doing]))
+        short_file, over = file.removeprefix(directory), (file, line) in trains
+        rows.append((doing, function, short_file, line, text, named, way, over, samples, of[doing]))
     columns = ["doing", "function", "file", "line", "text", "idiom", "callers", "hands_over", "samples", "of"]
     table = pd.DataFrame(rows, columns=columns).sort_values(["doing", "samples"], ascending=[True, False])
     return table[table.groupby("doing").cumcount() < MOST_LINES].reset_index(drop=True)

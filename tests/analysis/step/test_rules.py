@@ -162,6 +162,21 @@ def keeping(folder: Path) -> Path:
     return sample(validating(5, dur=200, pid=10)(folder), f"{MAIN};main (/me/t.py:30);{concat} 60\n")
 
 
+def drawing(rest: int, drawn: int = 60) -> Make:
+    """Return what makes such a rank that was seen drawing figures, with so many ms of a step in none of its phases."""
+
+    def make(folder: Path) -> Path:
+        at = validating(5, dur=200, pid=10)(folder) / "ranks/00000/steps.jsonl"
+        steps = [json.loads(line) for line in at.read_text().splitlines()]
+        passes = {"forward_ns": (100 - rest) * MS, "backward_ns": 0, "optimizer_ns": 0, "fetch_ns": 0}
+        steps = [step | (passes if step["kind"] == "train" else {}) for step in steps]
+        at.write_text("".join(json.dumps(step) + "\n" for step in steps))
+        drawing = "draw (/v/site-packages/matplotlib/artist.py:71)"
+        return sample(folder, f"{MAIN};main (/me/t.py:30);{drawing} {drawn}\n{MAIN};main (/me/t.py:9) {60 - drawn}\n")
+
+    return make
+
+
 def scoring(trained_on: int, *, loader: int = 0, **shuffle: Any) -> Make:
     """Return what makes such a rank, with batches: so many of each five validated are of what is trained on.
 
@@ -324,6 +339,10 @@ CASES = [
     # Of 200 ms of a batch, 5 are a wait and 156 a forward pass.
     case("scores are kept for a metric", VALIDATES, keeping, saving=100 * 39 / 200, at_most=True, training=False,
          of_training=[False, True], lines=[30], says="preprocess_logits_for_metrics"),
+    case("figures are drawn in it", VALIDATES, drawing(5), saving=100 * 39 / 200, at_most=True, training=False,
+         of_training=[False, True], lines=[30], says="draw them every k-th step"),
+    case("figures are drawn in each step", VALIDATES, drawing(30), training=True),
+    case("figures are drawn now and then", VALIDATES, drawing(5, drawn=30), training=True),
     # Of 300 ms after each ten steps half are waits for data.
     # Seven of eight batches of 4 would be gone with batches of 32.
     case("batches of validation are small", VALIDATES, validating(5, batch=4), at_most=True, saving=30 * 7 / 8,

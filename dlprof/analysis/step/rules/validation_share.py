@@ -7,31 +7,34 @@ Needs the step log, in which steps without a backward pass and without an optimi
 phases of it: of one alone it is not known how often it comes. Whether gradients are on in it stands in the facts of the
 rank.
 
-Saving: where the stacks show that it keeps the scores of all classes for a metric, all but its forward passes and its
-waits for data; where much of it goes through what is trained on (the training's loader, or another one over the whole
-of the same data set), all of that; where one rank validates while others wait, or each rank validates the whole set,
-what sharing it out would save; else what batches as large as in training would save, where those are four times as
-large or more, and take no longer; else what its waits for data take, where these are notable; else, where gradients are
-on and a CPU trains, at most its forward passes; else what validating half as often would save. This time is not in the
-steady steps: it is spread over the training steps, and its share is that of the training loop.
+Saving: where the stacks show what it does besides, as to keep the scores of all classes for a metric or to draw
+figures, all but its forward passes and its waits for data; where much of it goes through what is trained on (the
+training's loader, or another one over the whole of the same data set), all of that; where one rank validates while
+others wait, or each rank validates the whole set, what sharing it out would save; else what batches as large as in
+training would save, where those are four times as large or more, and take no longer; else what its waits for data take,
+where these are notable; else, where gradients are on and a CPU trains, at most its forward passes; else what validating
+half as often would save. This time is not in the steady steps: it is spread over the training steps, and its share is
+that of the training loop.
 
-What to change: hand on what the metric needs alone; sum up the loss and the hits of the training set while it is
-trained on, instead of going through it once more (they are then those of weights that still change); share it out over
-the ranks; as many loader workers as for training; `torch.inference_mode()` where gradients are on, and the training's
-autocast; a larger batch than in training, since nothing is kept for a backward pass. If the training may change:
-validate less often, or on a fixed part of the data and on all of it only now and then.
+What to change: what such a line says, as to hand on what the metric needs alone; sum up the loss and the hits of the
+training set while it is trained on, instead of going through it once more (they are then those of weights that still
+change); share it out over the ranks; as many loader workers as for training; `torch.inference_mode()` where gradients
+are on, and the training's autocast; a larger batch than in training, since nothing is kept for a backward pass. If the
+training may change: validate less often, or on a fixed part of the data and on all of it only now and then.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from dlprof.analysis import idioms, settings
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
-from dlprof.analysis.source.line_shares import costliest, costly_lines
+from dlprof.analysis.source.line_shares import CostlyLine, costliest, costly_lines
 from dlprof.analysis.step.whole_job import loop_step_ns, validation_cost, validation_loader
+from dlprof.analysis.timeline.steps import phases_of_step
 from dlprof.errors import NotMeasured
 from dlprof.result import Change, Panel
 from dlprof.units import count, digits, duration, is_now, percent
@@ -45,6 +48,9 @@ WAITS = 0.2
 # Gradients are on in validation where so many of its steps build a graph, and off where no more than the others do.
 _GRADED = 0.9
 
+# What is seen outside of the passes is validation's where so much of that time is, and of the samples in one line.
+_MOSTLY = 0.7
+
 # Batches of validation that are so many times smaller than those of training are mostly overhead.
 _SMALLER = 4
 
@@ -53,6 +59,7 @@ def check(
     validation_cost: Frame = needs(validation_cost),
     loop_step_ns: Maybe[float] = maybe(loop_step_ns),
     costly_lines: Maybe[Frame] = maybe(costly_lines),
+    phases_of_step: Maybe[Frame] = maybe(phases_of_step),
     job: Job = needs(JOB),
 ) -> Estimate:
     if not validation_cost["phases"].sum() and (inside := int(validation_cost["inside"].max())):
@@ -78,11 +85,14 @@ def check(
     # On a GPU nothing bounds what this gains: the host's time of a forward pass is not the device's.
     bounded = bool(mine["graded"]) and mine["may_graph"] and settings.on_cpu(job)
     mine["bounded"] = bounded and mine["among"] <= 1 and not mine["waits"]
-    line = costliest(costly_lines, int(mine["rank"]), "rest")
-    mine["keeps"] = line if line is not None and line.idiom == idioms.BY_NAME[idioms.LOGITS_KEPT] else None
+    line, rest = costliest(costly_lines, int(mine["rank"]), "rest"), math.inf
+    if (phases := phases_of_step.or_none()) is not None:
+        rest = float(phases.loc[(phases["rank"] == mine["rank"]) & (phases["phase"] == "rest"), "ns"].sum())
+    besides = 1 - mine["fetch_share"] - mine["forward_share"]
+    mine["besides"] = line if line is not None and _is_of_validation(line, mine["cost_ns"] * besides, rest) else None
     part = 0.5
-    if mine["keeps"]:
-        part = 1 - mine["fetch_share"] - mine["forward_share"]
+    if mine["besides"]:
+        part = besides
     elif mine["scored"]:
         part = mine["again"]
     elif mine["among"] > 1:
@@ -102,6 +112,16 @@ def check(
         loses="is validation",
         seen=mine,
     )
+
+
+def _is_of_validation(line: CostlyLine, besides: float, rest: float) -> bool:
+    """Return whether a line that is seen outside of the passes is what validation does besides them, and is needless.
+
+    besides, rest: ns of each training step that validation, and the step itself, spends outside of the passes.
+    """
+    if line.idiom is None or line.idiom.name == idioms.LOGITS_KEPT:
+        return line.idiom is not None
+    return line.idiom.first and line.share >= _MOSTLY and besides >= _MOSTLY / (1 - _MOSTLY) * rest
 
 
 def _smaller(job: Job, rank: int) -> float:
@@ -125,7 +145,7 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
             f" Gradients are on in {percent(mine['graded'])} of its steps: each builds a graph that no backward pass"
             " uses, and predictions that are kept keep the activations of their batches as well."
         )
-    if mine["keeps"]:
+    if mine["besides"]:
         how, known = "all but its forward passes and its waits for data gone", ""
     elif mine["scored"]:
         how, known = "no pass of its own over what is trained on, the most that this can give", ""
@@ -145,17 +165,17 @@ def explain(estimate: Estimate, loop_step_ns: float = needs(loop_step_ns), job: 
         evidence=_evidence(share, mine),
         sure=f"Measured over the whole job; estimated as {how}. A job that validates less often than the recorded part"
         f" of it has less to gain.{known}",
-        where=(mine["keeps"].place,) if mine["keeps"] else (),
+        where=(mine["besides"].place,) if mine["besides"] else (),
         at_most=bool(
-            mine["keeps"] or mine["scored"] or mine["waits"] or mine["smaller"] >= _SMALLER or mine["bounded"]
+            mine["besides"] or mine["scored"] or mine["waits"] or mine["smaller"] >= _SMALLER or mine["bounded"]
         ),
     )
 
 
 def _changes(job: Job, rank: int, mine: dict[str, Any]) -> Iterator[Change]:
     loader, autocast = validation_loader(job, rank), job.facts[rank].get("autocast") or {}
-    if mine["keeps"]:
-        yield change(mine["keeps"].advice())
+    if mine["besides"]:
+        yield change(mine["besides"].advice())
     if mine["scored"]:
         yield change(
             "score the training set while it is trained on: sum up the loss and hits of each step (without `.item()`)"
