@@ -103,7 +103,7 @@ RANK: Mapping[str, Shape] = {
     "directory": str,
     "calls": [
         {
-            **_all(str, "kind file function source digest via"),
+            **_all(str, "kind file function source digest via model"),
             **_all(int, "line end_line column end_column count"),
             **_all(bool, "torch whole"),
             "roles": [str],

@@ -341,16 +341,18 @@ class Call:
     """A place that calls of one kind came from, how many of the looks saw it, and the loaders that it is about.
 
     `trained`: whether a backward pass came after a forward pass from there, and no other forward pass of the model.
-    `takes`: of a line that calls the model itself, the dimensions of each positional argument, 0 where it is no tensor.
-    `whole`: what is moved there has most parameters of a model. `torch`: the name `torch` is known there.
-    `values`: what all loaders from there were made with, without those that differ.
+    `model`: the class of the model that is called there. `takes`: of a line that calls the model itself, the dimensions
+    of each positional argument, 0 where it is no tensor. `whole`: what is moved there has most parameters of a model.
+    `torch`: the name `torch` is known there. `values`: what all loaders from there were made with, without those that
+    differ.
     """
 
-    __slots__ = ("count", "kind", "loaders", "moved", "place", "takes", "torch", "trained", "values", "whole")
+    __slots__ = ("count", "kind", "loaders", "model", "moved", "place", "takes", "torch", "trained", "values", "whole")
 
     def __init__(self, kind: str, place: Place) -> None:
         self.kind = kind
         self.place = place
+        self.model = ""
         self.count = 0
         self.trained = self.torch = self.whole = False
         self.loaders: list[LoaderSeen] = []
@@ -362,7 +364,7 @@ class Call:
         """Return it as the facts have it."""
         known = {
             "kind": self.kind,
-            **{name: getattr(self, name) for name in ("takes", "torch", "values", "whole", "count")},
+            **{name: getattr(self, name) for name in ("model", "takes", "torch", "values", "whole", "count")},
             "roles": sorted({seen.role for seen in self.loaders}),
             **vars(self.place),
         }
@@ -416,11 +418,12 @@ class Calls:
                 fact["kind"] = "unused_forward"
         return facts
 
-    def see_forward(self, model_id: int, args: Sequence[Any]) -> None:
+    def see_forward(self, model: Any, args: Sequence[Any]) -> None:
         """Keep where a model was called, and with what if the line calls it without a function between."""
         if (call := self.see("forward")) is None:
             return
-        self._forwards[model_id] = call
+        self._forwards[id(model)] = call
+        call.model = type(model).__name__
         if call.count == 1 and self._frames.calls_module(sys._getframe(1)):
             tensor = sys.modules["torch"].Tensor
             call.takes = [arg.dim() if isinstance(arg, tensor) else 0 for arg in args]

@@ -93,7 +93,7 @@ class Observed:
                 self._frozen_ids.add(self.model_id)
                 self.calls.see("frozen_forward")
             else:
-                self.calls.see_forward(self.model_id, args)
+                self.calls.see_forward(module, args)
             self.models.append(weakref.ref(module))
             self.news = True
 

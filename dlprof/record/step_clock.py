@@ -474,7 +474,7 @@ class StepClock(Phases):
                 observed.see_model(module, args)
             if observed.forward_looks and with_grad and observed.is_model:
                 observed.forward_looks -= 1
-                observed.calls.see_forward(observed.model_id, args)
+                observed.calls.see_forward(module, args)
             elif observed.idle_looks and self.trains and observed.is_model:
                 observed.idle_looks -= 1
                 observed.calls.see("forward")

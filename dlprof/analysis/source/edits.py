@@ -68,7 +68,7 @@ class Recorded:
 class Call:
     """A call of the user's that was recorded, in `directory` or below, or named whole; see record/calls.py.
 
-    `takes`, `torch`, `whole`, `values`: as in record/calls.py. `job`: what the ranks recorded besides.
+    `model`, `takes`, `torch`, `whole`, `values`: as in record/calls.py. `job`: what the ranks recorded besides.
     """
 
     kind: str
@@ -82,6 +82,7 @@ class Call:
     count: int = 0
     span: Span = field(default_factory=lambda: Span(0))
     directory: str = ""
+    model: str = ""
     takes: tuple[int, ...] = ()
     torch: bool = False
     whole: bool = False

@@ -121,7 +121,7 @@ def _call(row: Any, directory: str, job: Recorded) -> Call | None:
     if not {"kind", "file", "line"} <= row.keys():
         return None
     span = Span(row["line"], *(row.get(name, 0) for name in ("end_line", "column", "end_column")))
-    texts = {name: row.get(name, "") for name in ("function", "source", "digest", "via")}
+    texts = {name: row.get(name, "") for name in ("function", "source", "digest", "via", "model")}
     return Call(
         row["kind"],
         row["file"],

@@ -269,6 +269,28 @@ def on_cores(folder: Path, *cpu: int, cores: int = 2) -> Measured:
 
 
 @pytest.mark.parametrize(
+    ("pieces", "sized", "model", "hidden"),
+    [
+        (20, False, {}, 20 * 100 * US),
+        (20, True, {}, 0),  # what starting one takes is known by their sizes: small_collectives says it
+        (20, False, {"ddp": DDP}, 0),  # its buckets are few already
+        (4, False, {}, 0),
+    ],
+)
+def test_many_pieces_of_unknown_sizes_may_all_be_gone_in_buckets(
+    tmp_path: Path, pieces: int, sized: bool, model: dict[str, Any], hidden: float
+) -> None:
+    reduced = [(5_010 * US + n * 100 * US, 100 * US, 1_000) for n in range(pieces)]
+    events = gpu_step(*reduced)
+    for event in events if not sized else ():
+        if event["name"].startswith("nccl"):
+            event["args"] = {"stream": 21, "device": 0}
+    plans = planned(tmp_path, events, **model).frame(exchange_plans).set_index("key")
+    assert ("in buckets" in plans["change"]["hidden"]) == (hidden > 0)
+    assert not hidden or plans["gain_ns"]["hidden"] == pytest.approx(hidden)
+
+
+@pytest.mark.parametrize(
     ("cores", "idle", "hidden"),
     [
         (2, 1.5 * MS, 1.5 * MS),  # two ranks use 1.7 of two cores: computing and sending take 8.5 ms of 10

@@ -52,6 +52,7 @@ def test_wasted_gradients_of_a_real_job(tmp_path: Path, how: str, state: str, na
         assert not unused.at_most
         assert unused.saving_ns > 0
         assert "`Sequential`" in unused.changes[0].text
+        assert "backbone(x)" in unused.where[0].what
         # Nothing is trained before the backbone: its backward pass is gone, and the embedding's and the head's is not.
         spared = {
             path.split(".")[0] for path in runs.measured(tmp_path / "run", idle_gradients).frame(idle_gradients)["path"]

@@ -13,7 +13,7 @@ from dlprof.analysis.compute.rules import costly_line
 from dlprof.analysis.engine import Maybe
 from dlprof.analysis.input.loader import repeated_samples
 from dlprof.analysis.input.rules import input_wait
-from dlprof.analysis.source.line_shares import costliest, costly_lines
+from dlprof.analysis.source.line_shares import costliest, costly_lines, in_library
 from tests.fixtures import readings, runs
 from tests.fixtures.asking import ask
 from tests.fixtures.loaders import loaded, repeating
@@ -199,6 +199,9 @@ def test_the_text_of_a_line_that_leaves_the_training_to_a_library_says_nothing(
     )
     frame = runs.measured(path, costly_lines).frame(costly_lines)
     assert list(frame.loc[frame["doing"] == "rest", "idiom"]) == [idiom]
+    line = costliest(Maybe(lambda: frame), 0, "rest")
+    assert line is not None
+    assert (in_library(line) is None) == bool(idiom)
 
 
 def test_a_needless_line_comes_before_workers_that_give_no_more(tmp_path: Path) -> None:

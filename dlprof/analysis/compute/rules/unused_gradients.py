@@ -94,7 +94,12 @@ def explain(estimate: Estimate, call_sites: Maybe[list[Call]] = maybe(call_sites
     modules = mine.groupby("module", sort=False)["gone_ns"].sum().sort_values(ascending=False).index
     named = few([f"`{path.strip('()')}`" for path in modules], 4)
     parts = not all(path.startswith("(") and path.endswith(")") for path in modules)
-    made = [one for one in call_sites.or_none() or () if one.kind == "optimizer"] if parts else []
+    models = {path.strip("()") for path in modules}
+    made = [
+        one
+        for one in call_sites.or_none() or ()
+        if (one.kind == "optimizer" if parts else one.kind == "forward" and one.model in models)
+    ]
     text = f"`requires_grad_(False)` on {named} before training"
     return Explanation(
         title="Gradients are computed that no optimizer uses",
