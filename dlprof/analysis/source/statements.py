@@ -63,10 +63,12 @@ def calling(trees: Trees, *functions: str) -> tuple[Place, ...]:
 
 
 def telling(trees: Trees, names: Collection[str]) -> tuple[Place, ...]:
-    """Return the lines that call a function of these names, or give a keyword of these names to any."""
+    """Return the lines that call a function of these names, or give a keyword of these names to any ("padding"), or one
+    with a value ("padding='…'": any text, as texts are not kept).
+    """
     places = []
     for file, node in _calls(trees):
-        given = [one.value for one in node.keywords if one.arg in names]
+        given = [one.value for one in node.keywords if {one.arg, f"{one.arg}={ast.unparse(one.value)}"} & {*names}]
         given += [node] if _name(node.func) in names else []
         places += [Place(file, one.lineno, what=short(ast.unparse(node), 80)) for one in given[:1]]
     return tuple(places[:_MOST])

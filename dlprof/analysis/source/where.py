@@ -135,13 +135,15 @@ LEAST_SHARE = 0.05
 class Concern(Struct, frozen=True):
     """What a finding is about: kinds of calls (record/calls.py), phases, and the loader's role.
 
-    `called`: only the phase's lines that were seen in a library's function of this name.
+    `called`: only the phase's lines that were seen in a library's function of this name. `tells`: functions and
+    keywords by which a script tells a library to do so (`statements.telling`).
     """
 
     calls: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     role: str = "train"
     called: str = ""
+    tells: tuple[str, ...] = ()
 
 
 # Rules that see the Python between the phases.
@@ -183,7 +185,7 @@ CONCERNS: Mapping[str, Concern] = {
     "memory_headroom": Concern(("loader", "forward")),
     "needless_workers": Concern(("loader",)),
     "parameter_loop": Concern((), ("rest",)),
-    "padding": Concern(("loader",)),
+    "padding": Concern(("loader",), tells=("padding='…'",)),
     "pageable_copy": Concern(("copy", "loader")),
     "needless_recompute": Concern(("forward", "backward")),
     "own_profiler": Concern(("profiler",)),
@@ -391,7 +393,7 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
     shown = {(place.file, place.line) for place in outcome.where}
     concerned = [call for call in _concerned(calls, concern) if (call.file, call.line) not in shown]
     does = idioms.BY_NAME.get(idioms.of_advice(outcome.changes[0].text) if outcome.changes else "")
-    told = telling(source.statements, does.at) if does is not None and does.at else ()
+    told = telling(source.statements, (*concern.tells, *(does.at if does is not None else ())))
     where = [*told, *outcome.where, *map(_of_call, concerned)]
     if shares is not None and concern.phases and not outcome.where:
         lines = over_ranks(shares)

@@ -46,7 +46,7 @@ from dlprof.analysis.communication.wrappers import replication
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule
 from dlprof.analysis.panel import table
-from dlprof.analysis.source.line_shares import call_sites
+from dlprof.analysis.source.line_shares import call_sites, costliest, costly_lines
 from dlprof.analysis.source.patches import Call
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import own_time
@@ -124,6 +124,7 @@ def explain(
     routed: Maybe[Frame] = maybe(routed),
     breakdown: Frame = needs(breakdown),
     call_sites: Maybe[list[Call]] = maybe(call_sites),
+    costly_lines: Maybe[Frame] = maybe(costly_lines),
     job: Job = needs(JOB),
 ) -> Explanation:
     best, worst, step = best_plan, estimate.worst, mean_step_ns
@@ -145,7 +146,7 @@ def explain(
         evidence=_evidence(breakdown, exchange_plans, step),
         at_most=bool(best["key"] == "hidden" or best["at_most"] or unknown),
         sure=f"Estimated as {_ESTIMATES[best['key']]}{'' if best['key'] == 'waits' else ': ' + best['why']}.{unknown}",
-        where=_batch(call_sites.or_none() or ()) if best["key"] == "once" else (),
+        where=_batch(call_sites.or_none() or ()) if best["key"] == "once" else _by_script(costly_lines, worst),
         forecasts=() if cap is None else (Forecast("bucket_cap_mb", str(cap), step - estimate.saving_ns),),
     )
 
@@ -154,6 +155,12 @@ def _batch(calls: Sequence[Call]) -> tuple[Place, ...]:
     """Return where the batches that gradients accumulate of are computed: the forward pass that is called most."""
     forward = max((c for c in calls if c.kind == "forward"), key=lambda call: call.count, default=None)
     return () if forward is None else (Place(forward.file, forward.line, forward.function, what=forward.source),)
+
+
+def _by_script(lines: Maybe[Frame], rank: int) -> tuple[Place, ...]:
+    """Return the line between the phases in which the script itself exchanges, if most of that time is in one."""
+    line = costliest(lines, rank, "rest")
+    return (line.place,) if line is not None and line.is_collective else ()
 
 
 def _evidence(breakdown: Frame, exchange_plans: Frame, step: float) -> Panel:

@@ -36,6 +36,7 @@ from dlprof.analysis.compute.products import sizes
 from dlprof.analysis.engine import JOB, Frame, Job, Maybe, by_rank, maybe, needs
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.panel import table
+from dlprof.analysis.source.statements import Trees, statements, telling
 from dlprof.analysis.timeline.steps import mean_step_ns
 from dlprof.result import Change
 from dlprof.units import duration, often, percent
@@ -78,6 +79,14 @@ _EXPRESSIBLE = {
 }
 
 _ASK_WHY = "`with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION):` around it says why"
+
+# Libraries whose attention is fused where it is asked for: how, and the classes that take it.
+_ASKED_FOR = {
+    "x_transformers": (
+        change("`attn_flash=True` where x-transformers' layers are made: it is False by default"),
+        ("Decoder", "Encoder", "AttentionLayers"),
+    ),
+}
 
 _IN_LIBRARIES = change(
     'or `attn_implementation="sdpa"` in `transformers`; `need_weights=False` for `nn.MultiheadAttention`',
@@ -133,9 +142,12 @@ def explain(
     estimate: Estimate,
     attention: Frame = needs(attention),
     mean_step_ns: float = needs(mean_step_ns),
+    statements: Trees = needs(statements),
     job: Job = needs(JOB),
 ) -> Explanation:
     rank = estimate.seen
+    calls = [one for one in job.facts[rank].get("calls") or () if one.get("kind") == "softmax"]
+    asked = [of for name, of in _ASKED_FOR.items() if any(f"({name}/" in (one.get("via") or "") for one in calls)]
     left = _left(job, rank)
     mine = attention[attention["rank"] == rank].sort_values("ns", ascending=False, kind="stable")
     return Explanation(
@@ -144,7 +156,8 @@ def explain(
         f" {often(float(mine['calls'].sum()))} a step, which takes {duration(mine['ns'].sum())} of the"
         f" {duration(mean_step_ns)} step. Most of it is for queries and values of"
         f" {' and '.join(mine['shape'].iloc[0].split())}.",
-        changes=(*_in_blocks(left), *_changes(mine, settings.model(job))),
+        changes=(*_in_blocks(left), *(of for of, _ in asked), *_changes(mine, settings.model(job))),
+        where=tuple(place for _, classes in asked for place in telling(statements, classes)),
         at_most=left < 1,
         evidence=table(f"Attention with its scores in memory, a step of rank {rank}", mine, _COLUMNS, MOST_ROWS),
         sure="At most: the time of all of it, by the share of the scores that is masked."
