@@ -866,6 +866,15 @@ IDIOMS: tuple[Idiom, ...] = (
         frames=r"(wandb|mlflow|neptune|comet_ml|tensorboard\w*|torch[/\\]utils[/\\]tensorboard)[/\\]",
     ),
     Idiom(
+        "figures_of_forecasts",
+        "draws figures of its predictions",
+        "`log_interval=-1` where the model is made: none are drawn then; draw them after training, from what it predicts",
+        "https://pytorch-forecasting.readthedocs.io/en/stable/api/pytorch_forecasting.models.base_model.BaseModel.html",
+        LOOP,
+        around=r"\(pytorch_forecasting[/\\].*matplotlib[/\\]",
+        at=("log_interval",),
+    ),
+    Idiom(
         "figures_drawn",
         "draws figures",
         "draw them every k-th step, or after training, from what was kept",
@@ -873,7 +882,6 @@ IDIOMS: tuple[Idiom, ...] = (
         LOOP,
         source=r"\bplt\.|\.savefig\(",
         frames=r"matplotlib[/\\]|seaborn[/\\]|plotly[/\\]",
-        at=("log_interval",),  # of pytorch-forecasting
     ),
     Idiom(
         "metrics_of_all",

@@ -146,6 +146,12 @@ LINES = [
         f"RandFlipd.__call__ ({LIBRARY}monai/transforms/spatial/dictionary.py:5)",
         "augmented",
     ),
+    (
+        "rest",
+        "trainer.fit(tft)",
+        f"create_log ({LIBRARY}pytorch_forecasting/models/base.py:80);draw ({LIBRARY}matplotlib/artist.py:71)",
+        "figures_of_forecasts",
+    ),
     ("worker", "ids = tokenizer.encode(text)", "", "tokenised"),
     ("rest", "latents = vae.encode(pixels).latent_dist.sample()", "", ""),
     ("rest", "", f"EvalLoopContainer.add ({LIBRARY}transformers/trainer_pt_utils.py:9)", "logits_kept"),
