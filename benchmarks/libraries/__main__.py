@@ -1,9 +1,9 @@
 """The same as benchmarks.causes, of scripts that are written with libraries, as their users write them.
 
-    pip install ".[frameworks]" albumentations datasets diffusers fastai gymnasium kornia monai nibabel open_clip_torch \
-        opencv-python-headless peft pytorch-forecasting pytorch-metric-learning scikit-learn segmentation-models-pytorch \
-        sentence-transformers skorch stable-baselines3 tensorboard timm torch_geometric torchmetrics torchvision \
-        x-transformers zarr
+    pip install ".[frameworks]" albumentations datasets diffusers fastai gymnasium kornia monai nibabel \
+        open_clip_torch opencv-python-headless peft pytorch-forecasting pytorch-metric-learning scikit-learn \
+        segmentation-models-pytorch sentence-transformers skorch stable-baselines3 tensorboard timm torch_geometric \
+        torchmetrics torchvision x-transformers zarr
     python -m benchmarks.libraries                  all of them, some 80 s each
     python -m benchmarks.libraries --only birds_timm
 
@@ -36,19 +36,19 @@ ignite and others write them. Somebody wrote them, in two times twelve and three
 stands in [causes.md](causes.md); `python -m benchmarks.libraries --out docs/libraries.md` repeats it.
 
 **At first sight 3 of 12 were right, both times**, fewer than of scripts in plain PyTorch: `landcover_seg`,
-`molecules_pyg` and `tags_accelerate`, then `wind_zarr`, `tiles_kornia` and `soil_ignite`; of the second twelve the cause
-and the remedy of three more (`intents_hf`, `bytes_xtrans`, `cells_smp_dist`), and not the line. What was wrong, by kind,
-and is mended:
+`molecules_pyg` and `tags_accelerate`, then `wind_zarr`, `tiles_kornia` and `soil_ignite`; of the second twelve the
+cause and the remedy of three more (`intents_hf`, `bytes_xtrans`, `cells_smp_dist`), and not the line. What was wrong,
+by kind, and is mended:
 
-* Lightning calls the training step in a closure of the optimizer's step. What that does besides the passes, as a metric
-  or a hook, was counted as the optimizer, and a fused one was advised. It is the script's own time now.
+* Lightning calls the training step in a closure of the optimizer's step. What that does besides the passes, as a
+  metric or a hook, was counted as the optimizer, and a fused one was advised. It is the script's own time now.
 * A line like `trainer.train()` is in all that the training does, and its own text was taken for what it does there.
   Where nothing else is known of it, no change is advised any more.
-* The first line was the import of a library in five of the first fifteen. A script needs the libraries that it imports:
-  under 20 s, an import is no finding.
+* The first line was the import of a library in five of the first fifteen. A script needs the libraries that it
+  imports: under 20 s, an import is no finding.
 * What a library does is changed where the script tells it so: in arguments, callbacks and transforms. These lines are
-  named now, for checkpoints, metrics of the Trainer, `map` of datasets, environments, crops, padding, attention, figures
-  and data sets that keep nothing.
+  named now, for checkpoints, metrics of the Trainer, `map` of datasets, environments, crops, padding, attention,
+  figures and data sets that keep nothing.
 * Activations that are computed twice were only found on a GPU; what is computed twice in a step was not followed
   through attention, which can draw numbers, nor through batch norms, which write into their means.
 * `encode(` of a model was taken for that of a tokeniser, in a line that computes a whole encoder.
@@ -56,8 +56,8 @@ and is mended:
 * Tables with an optimizer of their own (Adagrad beside AdamW) train the same with sparse gradients.
 * A script that exchanges gradients piece by piece gains more by buckets than computation could hide of it.
 * A part that is not trained was placed at `loss.backward()`, not where it is called.
-* fastai hands a stand-in for its loader to PyTorch's iterators. That ended the recording; and a sample of one value with
-  odd strides ended that of the loaders.
+* fastai hands a stand-in for its loader to PyTorch's iterators. That ended the recording; and a sample of one value
+  with odd strides ended that of the loaders.
 
 All were looked at before the kinds were mended, so that none is left to say how far that carries.
 

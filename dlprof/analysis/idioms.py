@@ -868,7 +868,8 @@ IDIOMS: tuple[Idiom, ...] = (
     Idiom(
         "figures_of_forecasts",
         "draws figures of its predictions",
-        "`log_interval=-1` where the model is made: none are drawn then; draw them after training, from what it predicts",
+        "`log_interval=-1` where the model is made: none are drawn then; draw them after training, from what it"
+        " predicts",
         "https://pytorch-forecasting.readthedocs.io/en/stable/api/pytorch_forecasting.models.base_model.BaseModel.html",
         LOOP,
         around=r"\(pytorch_forecasting[/\\].*matplotlib[/\\]",
