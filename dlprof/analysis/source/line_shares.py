@@ -241,8 +241,10 @@ def _costly(
         of[doing] += n
         if at is not None and frame is not None:
             place = frame[1], frame[2], int(frame[3])
-            text = "" if place[1:] in trains else texts.get(place[1:], "")
-            found = idioms.known(text, (f"{frame[1]} ()", *stack[at + 1 :]), doing)
+            text, below = texts.get(place[1:], ""), stack[at + 1 :]
+            if place[1:] in trains:  # how the library calls modules and optimizers is not the script's to change
+                text, below = "", [one for one in below if not _OF_MODULES.search(one)]
+            found = idioms.known(text, (f"{frame[1]} ()", *below), doing)
             # In the making of a sample, nothing of a library is seen below it: functions of C, or Python's own work.
             if found is None and place[1:] in loops and (doing == "rest" or at == len(stack) - 1):
                 of_loop = idioms.known(texts.get(loops[place[1:]], ""), (), doing)
@@ -266,6 +268,7 @@ def _costly(
 
 # The frames of PyTorch's own with which a line may begin a backward pass.
 _OF_TORCH = re.compile(r"[/\\]torch[/\\]")
+_OF_MODULES = re.compile(r"[/\\]torch[/\\](nn|optim)[/\\]")
 
 
 def _hand_over(stacks: Sequence[tuple[str, list[str], int]]) -> set[tuple[str, int]]:

@@ -203,11 +203,12 @@ def parts_noise(
     if PERIODIC in categories:
         noise[PERIODIC] = math.hypot(*(one.noise_ns for one in patterns.get() if not one.trains))
     noise["input_wait"] = _wait_noise(timing, step_parts.get("input_wait", 0.0), has_device, steady_steps.get())
-    if has_device and traced:
-        # A part of the host in a device's step is the step less the device's work and the host's other parts. All steps
-        # show the step, and the traced ones the others, which hardly vary.
-        busy = standard_error(np.sum([ns for c, ns in traced.items() if c in _ON_DEVICE], axis=0))
-        of_host = {c: noise[c] for c in traced if c not in _ON_DEVICE}
+    if traced:
+        # A part of the host, in a device's step too, is the step less the device's work and the host's other parts. All
+        # steps show the step, and the traced ones the others: one that was held up says nothing of the rest.
+        on_device = [ns for c, ns in traced.items() if has_device and c in _ON_DEVICE]
+        busy = standard_error(np.sum(on_device, axis=0)) if on_device else 0.0
+        of_host = {c: noise[c] for c in traced if not has_device or c not in _ON_DEVICE}
         for c in of_host:
             others = (ns for other, ns in of_host.items() if other != c)
             noise[c] = min(of_host[c], math.hypot(timing.noise_ns, busy, *others))

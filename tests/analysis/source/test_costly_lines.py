@@ -204,6 +204,16 @@ def test_the_text_of_a_line_that_leaves_the_training_to_a_library_says_nothing(
     assert (in_library(line) is None) == bool(idiom)
 
 
+def test_how_a_library_goes_through_modules_is_not_the_scripts_to_change(tmp_path: Path) -> None:
+    listed = "Module.named_parameters (/v/lib/python3.11/site-packages/torch/nn/modules/module.py:2600)"
+    for backward, idiom in ((FITS + BACKWARD, ""), (f"{LOOP};{BACKWARD}", "parameters_listed")):
+        path = recorded(
+            tmp_path / (idiom or "library"), {backward: 20, f"{FITS}{listed}": 30}, [["/w/train.py", 30, "f()"]]
+        )
+        frame = runs.measured(path, costly_lines).frame(costly_lines)
+        assert list(frame.loc[frame["doing"] == "rest", "idiom"]) == [idiom]
+
+
 def test_a_needless_line_comes_before_workers_that_give_no_more(tmp_path: Path) -> None:
     # A batch takes 80 ms in the training thread, and the rest of the step 20.
     path = loaded(fetch=80, cpu=80, workers=0, own=20, cores=4)(tmp_path)
