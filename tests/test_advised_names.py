@@ -26,7 +26,7 @@ from tests.fixtures.places import ROOT
 pytest.importorskip("torch", minversion="2.13", reason="names are those of torch 2.13")
 
 LIBRARIES = """torch numpy pandas transformers torchvision torchaudio torchdata torch_geometric gymnasium datasets timm
-lightning stable_baselines3
+lightning stable_baselines3 monai
 gc warnings multiprocessing tracemalloc faulthandler time os logging sys gzip resource copy"""
 SHORT = {"np": "numpy", "pd": "pandas", "nn": "torch.nn", "F": "torch.nn.functional"}
 # Where a name that stands alone is looked for, and the classes of what has a method called.
@@ -62,6 +62,12 @@ WHOLE = {
     "save_only_model=": "transformers.TrainingArguments",
     "Trainer": "transformers.Trainer",
     "ModelCheckpoint": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "monai.data.CacheDataset": "monai.data.CacheDataset",
+    "Dataset": "torch.utils.data.Dataset",
+    "PersistentDataset": "monai.data.PersistentDataset",
+    "Decoder": "x_transformers.Decoder",
+    "attn_flash=": "x_transformers.x_transformers.AttentionLayers",
+    "log_interval=": "pytorch_forecasting.models.base_model.BaseModel",
     "DummyVecEnv": "stable_baselines3.common.vec_env.DummyVecEnv",
     "num_envs=": "gymnasium.make_vec",
     "vectorization_mode=": "gymnasium.make_vec",

@@ -33,7 +33,7 @@ from dlprof.analysis.timeline.steps import step_means, timing
 from dlprof.errors import NotMeasured
 from dlprof.read.run import Rank, open_run
 from dlprof.result import QUANTILES
-from tests.fixtures import runs, traces
+from tests.fixtures import layers, runs, traces
 from tests.fixtures.claims import sample
 from tests.fixtures.exchanges import NEEDS, late_by, run_of
 from tests.fixtures.runs import MS, asked, light
@@ -571,3 +571,17 @@ def test_loader_workers_have_lanes(tmp_path: Path) -> None:
     mine = frame[(frame["category"] == "worker") & (frame["shown"] == "middle")]
     assert set(mine["lane"]) == {"worker 0", "worker 1"}
     assert [pieces(mine, f"worker {n}")[0][1:] for n in (0, 1)] == [(0, 250), (250, 500)]
+
+
+def test_one_traced_step_that_was_held_up_says_nothing_of_the_others(tmp_path: Path) -> None:
+    events, begin = list[Any](), 0
+    traced = (10, 11, 25, 15, 29)
+    for n, took in enumerate(traced):
+        events += [traces.step(20 + n, begin, took * MS), traces.op("aten::mm", begin + MS, (took - 2) * MS)]
+        begin += took * MS
+    steps = [light(n, 10 * MS + n % 3 * 10_000) for n in range(60)]
+    steps[20:25] = [light(20 + n, took * MS, profiled=1) for n, took in enumerate(traced)]
+    path = runs.recorded(tmp_path / "run", (layers.on_cpu(*events), steps, runs.CPU))
+    parts = runs.measured(path, breakdown).frame(breakdown).set_index("category")
+    assert parts["ns"]["computation"] > 8 * MS
+    assert parts["noise_ns"]["computation"] < 0.02 * parts["ns"]["computation"]
