@@ -26,7 +26,7 @@ from dlprof.analysis.communication.exchange_plans import (
     unbroadcast,
 )
 from dlprof.analysis.communication.rules import exposed_communication, small_collectives
-from dlprof.analysis.engine import Job, Measured
+from dlprof.analysis.engine import Job, Maybe, Measured
 from dlprof.analysis.source.patches import Call
 from dlprof.result import Place, Setting
 from tests.fixtures import runs, traces
@@ -443,6 +443,22 @@ def test_the_batches_that_are_exchanged_are_where_the_most_forward_passes_are() 
     calls.append(Call("backward", "train.py", 8, "main", "loss.backward()", count=64))
     assert exposed_communication._batch(calls) == (Place("train.py", 7, "main", what="y7"),)
     assert exposed_communication._batch(calls[3:]) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "named"),
+    [
+        ("dist.all_reduce(p.grad)", {}, True),
+        ("dist.all_reduce(p.grad)", {"ddp": DDP}, False),  # most of what it exchanges is DDP's
+        ("p.grad.div_(size)", {}, False),
+    ],
+)
+def test_the_line_in_which_the_script_exchanges(text: str, model: dict[str, Any], named: bool) -> None:
+    line = {"doing": "rest", "function": "average", "file": "t.py", "line": 5, "text": text, "idiom": "", "callers": ()}
+    lines = pd.DataFrame([line | {"samples": 40, "of": 50, "rank": 0}])
+    job = SimpleNamespace(ranks=(0,), facts={0: {"models": [{"parameters": 1, **model}]}})
+    found = exposed_communication._by_script(Maybe(lambda: lines), 0, cast(Job, job))
+    assert [place.line for place in found] == [5] * named
 
 
 @pytest.mark.parametrize(("share", "needless"), [(None, [9.0 + 6.0, 12.0]), (0.5, [6.0 + 6.0, 8.0])])

@@ -30,6 +30,7 @@ from typing import Any
 
 import pandas as pd
 
+from dlprof.analysis import settings
 from dlprof.analysis.communication.collectives import NO_COLLECTIVES, ONE_RANK, collectives, waits
 from dlprof.analysis.communication.exchange_plans import (
     NOTABLE_SHARE,
@@ -146,7 +147,7 @@ def explain(
         evidence=_evidence(breakdown, exchange_plans, step),
         at_most=bool(best["key"] == "hidden" or best["at_most"] or unknown),
         sure=f"Estimated as {_ESTIMATES[best['key']]}{'' if best['key'] == 'waits' else ': ' + best['why']}.{unknown}",
-        where=_batch(call_sites.or_none() or ()) if best["key"] == "once" else _by_script(costly_lines, worst),
+        where=_batch(call_sites.or_none() or ()) if best["key"] == "once" else _by_script(costly_lines, worst, job),
         forecasts=() if cap is None else (Forecast("bucket_cap_mb", str(cap), step - estimate.saving_ns),),
     )
 
@@ -157,10 +158,13 @@ def _batch(calls: Sequence[Call]) -> tuple[Place, ...]:
     return () if forward is None else (Place(forward.file, forward.line, forward.function, what=forward.source),)
 
 
-def _by_script(lines: Maybe[Frame], rank: int) -> tuple[Place, ...]:
-    """Return the line between the phases in which the script itself exchanges, if most of that time is in one."""
-    line = costliest(lines, rank, "rest")
-    return (line.place,) if line is not None and line.is_collective else ()
+def _by_script(lines: Maybe[Frame], rank: int, job: Job) -> tuple[Place, ...]:
+    """Return the line in which the script itself exchanges, where nothing wraps its model and most of the time between
+    the phases is in one.
+    """
+    model, line = settings.model(job), costliest(lines, rank, "rest")
+    wrapped = model.get("ddp") or model.get("fsdp")
+    return (line.place,) if line is not None and line.is_collective and not wrapped else ()
 
 
 def _evidence(breakdown: Frame, exchange_plans: Frame, step: float) -> Panel:
