@@ -548,7 +548,9 @@ def test_parts_of_steps_that_come_in_turn_are_as_sure_as_those_of_their_places(t
         length = (2, 10)[n % 2] * MS
         events += [traces.step(n, at, length), traces.op("aten::mm", at, length - MS)]
         at += length
-    for steps, sure in (([light(n, (2, 10)[n % 2] * MS) for n in range(60)], True), (alike(60, 6 * MS), False)):
+    turns, chance = [2, 10] * 30, np.random.default_rng(0).choice([2, 10], 60).tolist()
+    for lengths, sure in ((turns, True), (chance, False)):
+        steps = [light(n, length * MS) for n, length in enumerate(lengths)]
         run = measured(tmp_path / str(sure), steps, traces.trace(*events, device=""))
         noise = part_noise(run.frame(breakdown), "computation")
         assert (noise < 0.01 * MS) is sure
