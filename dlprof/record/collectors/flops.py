@@ -108,7 +108,7 @@ class Flops:
             self._counting = False
             self._keep(done[-1], counts)
         if not left:
-            # The script has entered a mode of its own above ours, which does nothing until the script's is left.
+            # The script has entered a mode of its own since, and ours does nothing until the script's is left.
             recorder.clock.row.profiled = 1
         elif self.facts["state"] == "waiting" and recorder.ended is None and self._is_time():
             self._begin()
@@ -141,7 +141,11 @@ class Flops:
         recorder = self._recorder
         autograd: Any = torch.autograd
         # If a step begins within a phase, the enclosing call may restore the old stack of modes.
-        if recorder.clock.phase not in (None, FETCH) or autograd._profiler_enabled():
+        if (
+            recorder.clock.phase not in (None, FETCH)
+            or autograd._profiler_enabled()
+            or torch.is_inference_mode_enabled()
+        ):
             return
         why = _obstacle(recorder, untested=self._option == "on")
         if why:
@@ -173,9 +177,12 @@ class Flops:
             self._abstain("no operator of known arithmetic was seen (CUDA graphs and custom kernels show none)")
 
     def _leave(self) -> bool:
-        """Stop our mode, and take it off the stack if it is on top; return False if it is below another mode."""
+        """Stop our mode, and take it off the stack; return False if that has to wait: below another mode, or within
+        `torch.inference_mode()`, whose end puts back what calls our mode, as it was at its begin.
+        """
         if self._counts is None:
             return True
+        import torch
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
         self._recorder.clock.differentiated = None
@@ -184,6 +191,8 @@ class Flops:
             self._recorder.module_ranges.follow_no_more()
         self._counts.over = True
         stack: list[Any] = [*_get_current_dispatch_mode_stack()]
+        if torch.is_inference_mode_enabled():
+            return False
         if stack and stack[-1] is self._mode:
             self._mode.__exit__(None, None, None)
         elif any(mode is self._mode for mode in stack):

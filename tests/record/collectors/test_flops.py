@@ -396,3 +396,25 @@ def test_an_attention_without_dropout_draws_no_numbers(
 ) -> None:
     aten = pytest.importorskip("torch").ops.aten
     assert _draws(getattr(aten, operator).default, args, given) == draws
+
+
+INFERENCE = """
+held_out = DataLoader(data, 32)
+
+@torch.inference_mode()
+def evaluate():
+    return sum(float(model(x).sum()) for x, _ in held_out)
+
+for n, (x, y) in enumerate(DataLoader(data, 8)):
+    train(x, y)
+    if n % 3 == {turn}:
+        evaluate()
+    with torch.autograd.profiler.record_function("mine"):  # fails where the key of our mode is left behind
+        pass
+"""
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_a_step_that_ends_within_inference_mode_leaves_nothing_of_ours(turn: int, tmp_path: Path) -> None:
+    run_recorded(tmp_path, LOOP + INFERENCE.replace("{turn}", str(turn)))
+    assert facts(tmp_path / "run/ranks/00000")["flops"]["state"] == "counted"
