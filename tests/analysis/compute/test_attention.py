@@ -287,6 +287,16 @@ CASES = {
     "transformers by its attention": of({"class": "GPT2LMHeadModel", "attention": "eager"}, MADE, "is eager"),
     "transformers by its name": of({"class": "BertForSequenceClassification"}, MADE, "BertForSequenceClassification"),
     "transformers that calls sdpa": of({"class": "GPT2LMHeadModel", "attention": "sdpa"}, CALL, never=[MADE]),
+    "a library that fuses it where it is asked for": found(
+        gpu(
+            calls=[{"kind": "softmax", "file": "t.py", "line": 1, "via": "Attend.forward (x_transformers/attend.py:6)"}]
+        ),
+        None,
+        "attn_flash=True",
+    ),
+    "softmax of the script's own": found(
+        gpu(calls=[{"kind": "softmax", "file": "t.py", "line": 1}]), None, CALL, never=["attn_flash"]
+    ),
     "a model of the script's own": of({"class": "Transformer"}, CALL, never=[MADE]),
     # On a CPU modules and nodes of the backward pass stand between the products, too.
     "modules and views between": found(

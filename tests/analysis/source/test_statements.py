@@ -17,6 +17,7 @@ from dlprof.analysis.source.statements import (
     made_in,
     parts_taken,
     switched_on,
+    telling,
 )
 
 CALLS = """
@@ -281,3 +282,11 @@ def test_where_a_process_takes_its_part_of_a_row(source: str, lines: list[int]) 
 def test_where_an_attribute_is_made(source: str, lines: list[int]) -> None:
     found = made_in({"a.py": ast.parse(source)}, "table", "Embedding", "EmbeddingBag")
     assert [place.line for place in found] == lines
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"), [("padding='…'", [2]), ("padding", [1, 2]), ("tokenizer", [2]), ("padding='max'", [])]
+)
+def test_what_a_script_tells_a_library(name: str, lines: list[int]) -> None:
+    trees = {"train.py": ast.parse("nn.Conv2d(3, 8, 3, padding=1)\ntokenizer(texts, padding='…')")}
+    assert [place.line for place in telling(trees, (name,))] == lines
