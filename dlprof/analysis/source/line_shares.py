@@ -345,7 +345,7 @@ def in_library(line: CostlyLine) -> Change | None:
     """Return what is said of a line that leaves the training to a library; None: it does not, or more is known."""
     if not line.hands_over:
         return None
-    what = f"no remedy is known to dlprof: it is what the library does that the training is left to, by {line.shown}"
+    what = f"no remedy is known to dlprof: this is the library's own Python, called by {line.shown}"
     return Change(what.rstrip(","), informs=True)
 
 
